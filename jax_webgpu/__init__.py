@@ -1,0 +1,44 @@
+"""WebGPU kernels inside JAX programs, on any GPU.
+
+`rotary_embedding` and `split` are the ONNX operators of these names as JAX functions.
+"""
+
+from jax_webgpu.config import configure
+from jax_webgpu.device import AdapterInfo, SoftwareAdapterWarning
+from jax_webgpu.device import info as device_info
+from jax_webgpu.errors import (
+    AdapterError,
+    CallError,
+    DeviceError,
+    DTypeError,
+    ExpressionError,
+    JaxWebGPUError,
+    LimitError,
+    ShaderError,
+    SpecError,
+)
+from jax_webgpu.ops.rotary_embedding import rotary_cache, rotary_embedding
+from jax_webgpu.ops.split import split
+from jax_webgpu.primitive import explain
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AdapterError",
+    "AdapterInfo",
+    "CallError",
+    "DTypeError",
+    "DeviceError",
+    "ExpressionError",
+    "JaxWebGPUError",
+    "LimitError",
+    "ShaderError",
+    "SoftwareAdapterWarning",
+    "SpecError",
+    "configure",
+    "device_info",
+    "explain",
+    "rotary_cache",
+    "rotary_embedding",
+    "split",
+]

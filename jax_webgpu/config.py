@@ -1,0 +1,145 @@
+"""Settings: what `configure` sets, and what the environment says.
+
+A setting is a static parameter of each call: it is read when a primitive is bound, so that an
+eager call sees it at once. Whoever caches what was bound asks to be told of a change.
+
+Environment variables, read once:
+  JAX_WEBGPU_ADAPTER      index, or part of the name in any case, of the adapter to use
+  JAX_WEBGPU_REQUIRE_GPU  1: an adapter that is a CPU is an error
+  JAX_WEBGPU_CALLBACK     pure or buffer: what `configure(callback=...)` starts from
+"""
+
+import functools
+import os
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+from typing import Any, Final, Self
+
+from jax_webgpu.errors import CallError
+
+CALLBACKS = ("pure", "buffer")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What `configure` sets; equal settings are equal."""
+
+    callback: str | None = None
+    """``pure``, ``buffer``, or None: whichever is safe on the platform."""
+    tunables: tuple[tuple[str, Any], ...] = ()
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What the environment variables say; None where one is not set."""
+
+    adapter: str | None
+    require_gpu: bool
+    callback: str | None
+
+
+@functools.cache
+def environment() -> Environment:
+    """The environment variables, as they were at the first call."""
+    callback = os.environ.get("JAX_WEBGPU_CALLBACK") or None
+    if callback is not None and callback not in CALLBACKS:
+        raise CallError(f"JAX_WEBGPU_CALLBACK is {callback!r}; expected pure or buffer")
+    return Environment(
+        adapter=os.environ.get("JAX_WEBGPU_ADAPTER") or None,
+        require_gpu=os.environ.get("JAX_WEBGPU_REQUIRE_GPU", "0") not in ("", "0"),
+        callback=callback,
+    )
+
+
+class _Unset:
+    def __repr__(self) -> str:
+        return "unchanged"
+
+
+_UNSET: Final = _Unset()
+
+
+@dataclass
+class _State:
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    settings: Settings | None = None
+    listeners: list[Callable[[], None]] = field(default_factory=list)
+
+
+_state = _State()
+
+
+def settings() -> Settings:
+    """The settings in force."""
+    if _state.settings is None:
+        _apply(Settings(callback=environment().callback), tell=False)
+    assert _state.settings is not None
+    return _state.settings
+
+
+def on_change(listener: Callable[[], None]) -> None:
+    """Calls `listener` after each change of a value."""
+    _state.listeners.append(listener)
+
+
+class configure:
+    """Sets what is given, at once and for the whole process; in a `with`, until its end.
+
+    A change of value also clears JAX's caches, so that functions that were jitted before see it:
+    they are compiled again at their next call.
+
+    Args:
+      callback: ``"pure"`` crosses to the host by `jax.pure_callback`, ``"buffer"`` by
+        `jax.experimental.buffer_callback`, which copies nothing but works on the CPU platform
+        alone; None, the default, takes ``"buffer"`` on the CPU platform and ``"pure"`` elsewhere.
+      tunables: values by name for the manifests' tunables, such as ``{"WORKGROUP_SIZE": 64}``;
+        they replace those set before. A call of an operator that has no such tunable raises.
+
+    Raises:
+      ValueError: a value is not one of those above.
+    """
+
+    def __init__(
+        self,
+        *,
+        callback: str | _Unset | None = _UNSET,
+        tunables: Mapping[str, Any] | _Unset | None = _UNSET,
+    ):
+        changes: dict[str, Any] = {}
+        if not isinstance(callback, _Unset):
+            if callback is not None and callback not in CALLBACKS:
+                raise CallError(f"callback is {callback!r}; expected 'pure', 'buffer' or None")
+            changes["callback"] = callback
+        if not isinstance(tunables, _Unset):
+            changes["tunables"] = _pairs(tunables or {})
+        self._before = settings()
+        _apply(replace(self._before, **changes))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        _apply(self._before)
+
+
+def _pairs(tunables: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    for name, value in tunables.items():
+        if not isinstance(value, bool | int | float | str):
+            kind = type(value).__name__
+            raise CallError(f"the tunable {name} is a {kind}; expected a number, bool or string")
+    return tuple(sorted(tunables.items()))
+
+
+def _apply(new: Settings, *, tell: bool = True) -> None:
+    with _state.lock:
+        changed, _state.settings = new != _state.settings, new
+    if changed and tell:
+        for listener in _state.listeners:
+            listener()

@@ -1,0 +1,61 @@
+"""What the operators' argument checks share."""
+
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_webgpu.capabilities import Capabilities
+from jax_webgpu.errors import DTypeError, LimitError
+from jax_webgpu.resolve import Resolved
+
+
+def array(value: Any, name: str) -> jax.Array:
+    """A JAX or NumPy array as a JAX array; anything else is refused by `name`."""
+    if not isinstance(value, jax.Array | np.ndarray | np.generic):
+        kind = type(value).__name__
+        raise DTypeError(f"{name} must be an array, got {kind}: pass jnp.asarray({name})")
+    return jnp.asarray(value)
+
+
+def integer(value: Any, name: str) -> int:
+    """A Python int from anything that is one while tracing."""
+    if isinstance(value, jax.core.Tracer):
+        raise DTypeError(f"{name} must be static, got a traced value: {value}")
+    if isinstance(value, bool | np.bool_):
+        raise DTypeError(f"{name} must be an integer, got {value}")
+    try:
+        return operator.index(value)
+    except TypeError:
+        kind = type(value).__name__
+        raise DTypeError(f"{name} must be an integer, got {kind} {value!r}") from None
+
+
+def is_concrete(value: Any) -> bool:
+    """Whether the values can be looked at now, on this host."""
+    if isinstance(value, jax.core.Tracer):
+        return False
+    return not isinstance(value, jax.Array) or value.is_fully_addressable
+
+
+def fit_workgroup_size(resolved: Resolved, capabilities: Capabilities) -> Resolved:
+    """WORKGROUP_SIZE as the device can run it: smaller than the default where it must be.
+
+    Raises:
+      LimitError: the caller set one that the device cannot run.
+    """
+    wanted = dict(resolved.tunables).get("WORKGROUP_SIZE")
+    default = resolved.spec.tunables["WORKGROUP_SIZE"]
+    limits = ("maxComputeInvocationsPerWorkgroup", "maxComputeWorkgroupSizeX")
+    name = min(limits, key=capabilities.limit)
+    most = capabilities.limit(name)
+    if wanted is None:
+        return resolved if default <= most else resolved.with_tunables(WORKGROUP_SIZE=most)
+    if wanted > most:
+        raise LimitError(
+            f"{resolved.spec.name}: WORKGROUP_SIZE is {wanted}; {name} of {capabilities.name} is "
+            f"{most}"
+        )
+    return resolved

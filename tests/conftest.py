@@ -1,0 +1,61 @@
+"""What every test shares: strict dtypes, the adapter in the report, and eager against jitted."""
+
+import os
+import subprocess
+import sys
+import textwrap
+import warnings
+
+import jax
+import pytest
+
+import jax_webgpu
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+def pytest_configure(config):
+    # Warnings are errors. This one is given once a process, to users: the report names the adapter.
+    config.addinivalue_line("filterwarnings", "ignore:.*CPU adapter")
+
+
+def pytest_report_header():
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            adapter = str(jax_webgpu.device_info())
+    except RuntimeError as error:  # the tests of specs and plans need no adapter
+        adapter = f"none: {error}"
+    return f"jax {jax.__version__}, WebGPU adapter: {adapter}"
+
+
+@pytest.fixture(scope="session", params=["eager", "jitted"])
+def run(request):
+    """Call ``f(*args)``, once as it is and once under ``jax.jit``."""
+
+    def call(f, *args):
+        return (jax.jit(f) if request.param == "jitted" else f)(*args)
+
+    return call
+
+
+@pytest.fixture(scope="session")
+def run_snippet():
+    """Run Python source in a process of its own; a process that hangs is a failure.
+
+    Keyword arguments besides ``timeout``, in seconds, are environment variables.
+    """
+
+    def call(source, *, timeout=120, **environment):
+        command = [sys.executable, "-X", "faulthandler", "-c", textwrap.dedent(source)]
+        try:
+            return subprocess.run(
+                command,
+                env=os.environ | environment,
+                capture_output=True,
+                text=True,
+                timeout=timeout,
+            )
+        except subprocess.TimeoutExpired as hung:
+            pytest.fail(f"hangs after {timeout} s: stdout {hung.stdout}, stderr {hung.stderr}")
+
+    return call
