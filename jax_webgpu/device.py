@@ -204,7 +204,7 @@ def _open() -> "Device":
             )
         if environment.adapter is None:
             warnings.warn(
-                f"jax_webgpu runs on the CPU: no GPU adapter was found, only {chosen}",
+                f"no GPU was found, so jax_webgpu uses a CPU adapter: {chosen}",
                 SoftwareAdapterWarning,
                 stacklevel=2,
             )

@@ -248,3 +248,12 @@ def test_any_rotary_embedding(case, run):
 @given(case=split_cases())
 def test_any_split(case, run):
     check(case, run)
+
+
+@pytest.mark.parametrize("count", [6, 12, 26, 31])
+def test_more_outputs_than_the_manifest_has(count, run):
+    """Any number of parts, uneven and empty ones among them, by splitting in groups."""
+    rng = np.random.default_rng(count)
+    sizes = tuple(int(size) for size in rng.integers(0, 4, count))
+    x = rng.integers(0, 1000, (3, sum(sizes), 2), dtype=np.int32)
+    oracle.assert_split(run(partial(jax_webgpu.split, split=sizes, axis=1), x), x, sizes, 1)

@@ -19,6 +19,7 @@ from jax_webgpu.resolve import Resolved, Tensor, resolve
 from jax_webgpu.runtime import Operator
 
 DTYPES = ("float32", "float16")
+POSITION_DTYPES = ("int32", "uint32", "int64")
 
 
 def rotary_embedding(
@@ -50,8 +51,8 @@ def rotary_embedding(
       cos_cache: cosines, in x's dtype: (rows, r/2) with `position_ids`, else (batch, sequence,
         r/2). Half the width of the caches that repeat each angle.
       sin_cache: sines, likewise. See `rotary_cache`.
-      position_ids: the cache row of each position, an integer array of (batch, sequence). Every
-        value is checked against the rows: concrete ones before anything runs.
+      position_ids: the cache row of each position, int32, uint32 or int64 of (batch, sequence).
+        Every value is checked against the rows: concrete ones before anything runs.
       interleaved: False pairs the first half of a head with the second, as GPT-NeoX and Hugging
         Face's models do (Llama's too, whose weights are permuted for it); True pairs neighbours,
         as RoFormer and Meta's own Llama code do.
@@ -96,6 +97,7 @@ def rotary_cache(
     Raises:
       ValueError: `max_positions` is negative, or `rotary_dim` odd or negative, or `base` not
         positive.
+      TypeError: a number is no integer, or `dtype` no float type.
     """
     rows, width = integer(max_positions, "max_positions"), integer(rotary_dim, "rotary_dim")
     if rows < 0:
@@ -104,6 +106,8 @@ def rotary_cache(
         raise CallError(f"rotary_dim is {width}; expected an even number, 0 or more")
     if not base > 0:
         raise CallError(f"base is {base}; expected a positive number")
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise DTypeError(f"dtype is {np.dtype(dtype)}; expected a float type such as float32")
     frequencies = float(base) ** (-np.arange(0, width, 2, dtype=np.float64) / max(width, 1))
     angles = np.arange(rows, dtype=np.float64)[:, None] * frequencies
     return jnp.asarray(np.cos(angles), dtype), jnp.asarray(np.sin(angles), dtype)
@@ -124,8 +128,8 @@ def _attributes(
     attributes = {"interleaved": int(interleaved), "rotary_embedding_dim": width}
     if x.ndim not in (3, 4):
         raise CallError(
-            f"x has shape {x.shape}; expected rank 4, (batch, num_heads, sequence, head_size), or "
-            "rank 3, (batch, sequence, num_heads * head_size)"
+            f"x has shape {x.shape}; expected rank 3, (batch, sequence, num_heads * head_size), or "
+            "rank 4, (batch, num_heads, sequence, head_size)"
         )
     if x.ndim == 3:
         if num_heads is None:
@@ -165,36 +169,35 @@ def _check_shapes(
     x: jax.Array, cos: jax.Array, sin: jax.Array, positions: Any, attributes: Mapping[str, int]
 ) -> None:
     batch, sequence = x.shape[0], x.shape[-2] if x.ndim == 4 else x.shape[1]
-    size = _head_size(x.shape, attributes)
-    rotary = attributes["rotary_embedding_dim"] or size
+    rotary, of = attributes["rotary_embedding_dim"], "rotary_embedding_dim"
+    if rotary == 0:
+        rotary, of = _head_size(x.shape, attributes), "the head size"
     half = rotary // 2
-    for name, cache in (("cos_cache", cos), ("sin_cache", sin)):
-        if positions is not None and cache.ndim != 2:
-            raise CallError(
-                f"{name} has shape {cache.shape}; expected rank 2, (rows, {half}), with "
-                "position_ids"
-            )
-        if positions is None and cache.ndim != 3:
-            raise CallError(
-                f"{name} has shape {cache.shape}; expected rank 3, ({batch}, {sequence}, {half}), "
-                "without position_ids"
-            )
-        if cache.shape[-1] == rotary != half:
-            raise CallError(
-                f"{name} has shape {cache.shape}, the full width of {rotary}; expected half the "
-                f"width, {half}: pass {name}[..., :{half}], or {name}[..., ::2] where each value "
-                "stands twice in a row"
-            )
-        if cache.shape[-1] != half:
-            raise CallError(
-                f"{name} has shape {cache.shape}; expected a last dimension of {half}, half of "
-                f"the rotary dimension {rotary}"
-            )
-        if positions is None and cache.shape != (batch, sequence, half):
-            raise CallError(
-                f"{name} has shape {cache.shape}; expected ({batch}, {sequence}, {half}) to fit "
-                f"x {x.shape}"
-            )
+    if positions is not None and cos.ndim != 2:
+        raise CallError(
+            f"cos_cache has shape {cos.shape}; expected rank 2, (rows, {half}), with position_ids"
+        )
+    if positions is None and cos.ndim != 3:
+        raise CallError(
+            f"cos_cache has shape {cos.shape}; expected rank 3, ({batch}, {sequence}, {half}), "
+            "without position_ids"
+        )
+    if cos.shape[-1] == rotary != half:
+        raise CallError(
+            f"cos_cache has shape {cos.shape}, the full width of {rotary}; expected half the "
+            f"width, {half}: pass cos_cache[..., :{half}], or cos_cache[..., ::2] where each value "
+            "stands twice in a row"
+        )
+    if cos.shape[-1] != half:
+        raise CallError(
+            f"cos_cache has shape {cos.shape}; expected a last dimension of {half}, half of {of}, "
+            f"{rotary}"
+        )
+    if positions is None and cos.shape != (batch, sequence, half):
+        raise CallError(
+            f"cos_cache has shape {cos.shape}; expected ({batch}, {sequence}, {half}) to fit x "
+            f"{x.shape}"
+        )
     if cos.shape != sin.shape:
         raise CallError(f"sin_cache has shape {sin.shape}; expected that of cos_cache, {cos.shape}")
 
@@ -204,7 +207,7 @@ def _positions(x: jax.Array, cos: jax.Array, position_ids: Any) -> jax.Array:
     if not isinstance(position_ids, jax.Array | np.ndarray | np.generic):
         array(position_ids, "position_ids")
     batch, sequence = x.shape[0], x.shape[-2] if x.ndim == 4 else x.shape[1]
-    if not jnp.issubdtype(position_ids.dtype, jnp.integer):
+    if str(position_ids.dtype) not in POSITION_DTYPES:
         raise DTypeError(
             f"position_ids has dtype {position_ids.dtype}; expected int32, uint32 or int64"
         )
@@ -215,8 +218,6 @@ def _positions(x: jax.Array, cos: jax.Array, position_ids: Any) -> jax.Array:
         )
     if is_concrete(position_ids):
         _check_positions(np.asarray(position_ids), cos.shape[0])
-    if position_ids.dtype.itemsize < 4:
-        position_ids = position_ids.astype(np.int32)
     return jnp.asarray(position_ids)
 
 

@@ -46,7 +46,7 @@ def split(
     axis = _axis(x, axis)
     sizes = _sizes(x.shape[axis], split, num_outputs)
     _check_dtype(x)
-    return tuple(_split.bind([x], attributes=(("axis", axis),), sizes=sizes))
+    return tuple(_parts(x, axis, sizes))
 
 
 # ---- checks -------------------------------------------------------------------------------------
@@ -100,6 +100,21 @@ def even_sizes(size: int, parts: int) -> tuple[int, ...]:
         raise CallError(f"num_outputs is {parts}; expected 1 or more")
     chunk = -(-size // parts)
     return tuple(max(0, min(chunk, size - index * chunk)) for index in range(parts))
+
+
+def _parts(x: jax.Array, axis: int, sizes: tuple[int, ...]) -> list[jax.Array]:
+    """The parts; more than the manifest has outputs come from as many groups, each split again."""
+    most = len(OPERATOR.spec.outputs)
+    if len(sizes) <= most:
+        return _split.bind([x], attributes=(("axis", axis),), sizes=sizes)
+    length = -(-len(sizes) // most)
+    groups = [sizes[start : start + length] for start in range(0, len(sizes), length)]
+    pieces = _parts(x, axis, tuple(map(sum, groups)))
+    return [
+        part
+        for piece, group in zip(pieces, groups, strict=True)
+        for part in ([piece] if len(group) == 1 else _parts(piece, axis, group))
+    ]
 
 
 def _check_dtype(x: jax.Array) -> None:

@@ -1,0 +1,108 @@
+"""The command line, as a user calls it."""
+
+import re
+import shlex
+
+import pytest
+
+from jax_webgpu import cli
+from jax_webgpu.capabilities import PRESETS
+
+ROTARY = "explain rotary_embedding --x 1,32,1024,128 --cos 1024,64 --position-ids"
+
+
+def call(capsys, line):
+    status = cli.main(shlex.split(line))
+    return status, *capsys.readouterr()
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_explain_on_paper(capsys, name):
+    status, out, _ = call(capsys, f"{ROTARY} --device {name}")
+    assert status == 0
+    assert re.search(rf"^device +{name}$", out, re.M)
+    assert re.search(r"^variant +rank4_cache2_pos_quad$", out, re.M)
+    assert "2048 × 1 × 1 workgroups" in out
+    assert "numHeads = 32" in out
+    assert "@compute @workgroup_size(256)" in out
+    assert "rank4_cache2_pos: applies too, but rank4_cache2_pos_quad comes first" in out
+    assert "`ranks.x == 3`: 4, expected 3" in out
+
+
+def test_explain_needs_no_gpu(run_snippet):
+    """With a device on paper, wgpu is not even imported."""
+    source = f"""
+        import sys
+        from jax_webgpu import cli
+        assert cli.main({f"{ROTARY} --dtype float16 --device apple-m".split()!r}) == 0
+        assert "wgpu" not in sys.modules
+    """
+    result = run_snippet(source)
+    assert result.returncode == 0, result.stderr
+    assert "vec4<f16>" in result.stdout
+
+
+def test_explain_split(capsys):
+    line = "explain split --x 4,9 --axis -1 --split 2,3,4 --dtype int64 --workgroup-size 64"
+    status, out, _ = call(capsys, f"{line} --device floor")
+    assert status == 0
+    assert re.search(r"^variant +three_outputs$", out, re.M)
+    assert "WORKGROUP_SIZE = 64" in out
+    assert "@workgroup_size(64)" in out
+
+
+def test_explain_on_this_adapter(capsys):
+    status, out, _ = call(capsys, "explain split --x 4,9 --num-outputs 3")
+    assert status == 0
+    assert "y2 float32[0,9]" in out
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("explain split --x 4,9 --device floor", "exactly one of split and num_outputs"),
+        ("explain split --x 4,9 --num-outputs 2 --device phone", "device is 'phone'"),
+        ("explain split --x 4,9 --num-outputs 2 --dtype real --device floor", "--dtype real"),
+        ("explain split --x 9 --num-outputs 2 --dtype float16 --device floor", "f16Ok(dtypes.T)"),
+        (f"{ROTARY} --workgroup-size 512 --device floor", "WORKGROUP_SIZE is 512"),
+    ],
+)
+def test_what_is_wrong_is_said(capsys, line, message):
+    status, out, err = call(capsys, line)
+    assert (status, out) == (1, "")
+    assert message in err
+
+
+def test_wrong_use(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["explain", "split", "--x", "3,y"])
+    assert "'3,y' is not a list of sizes" in capsys.readouterr().err
+
+
+def test_info(capsys):
+    status, out, _ = call(capsys, "info")
+    assert status == 0
+    assert re.search(r"^\* 0: .+", out, re.M)
+    assert "maxStorageBufferBindingSize: " in out
+
+
+def test_check(capsys):
+    status, out, _ = call(capsys, "check")
+    assert status == 0
+    assert out.count(": pass\n") == 21
+    assert out.endswith("pass: 21 of 21 variants\n")
+
+
+def test_check_tells_a_failure(capsys, monkeypatch):
+    from jax_webgpu import runtime
+
+    right = runtime.run
+
+    def wrong(*args, **kwargs):
+        return tuple(result + 1 for result in right(*args, **kwargs))
+
+    monkeypatch.setattr(runtime, "run", wrong)
+    status, out, _ = call(capsys, "check")
+    assert status == 1
+    assert "FAIL: y differs by 1" in out
+    assert out.endswith("FAIL: 0 of 21 variants\n")

@@ -1,0 +1,23 @@
+"""The README's code is run, and says what it prints."""
+
+import re
+from pathlib import Path
+
+README = (Path(__file__).parents[1] / "README.md").read_text()
+
+
+def test_first_example(run_snippet):
+    (example,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    printed = re.search(r"It prints the adapter it found, then `(.*?)`", README)
+    result = run_snippet(example)
+    assert result.returncode == 0, result.stderr
+    adapter, last = result.stdout.splitlines()
+    assert adapter
+    assert last == printed[1]
+
+
+def test_every_public_name_is_there():
+    import jax_webgpu
+
+    functions = [name for name in jax_webgpu.__all__ if name.islower()]
+    assert [name for name in functions if f"`{name}(" not in README] == []
