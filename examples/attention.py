@@ -113,7 +113,8 @@ def main() -> None:
     plain = make_layer(plain_split, plain_rotate)
 
     print(f"adapter             {jax_webgpu.device_info()}")
-    # TODO: print the variants chosen for the split, the queries and the keys
+    plans = jax_webgpu.explain(webgpu, params, x)
+    print(f"variants            {', '.join(plan.variant for plan in plans)}")
     difference = float(jnp.max(jnp.abs(webgpu(params, x) - plain(params, x))))
     print(f"largest difference  {difference:.1e}, of {TOLERANCE:.0e} allowed")
     print(f"on WebGPU           {milliseconds(webgpu, params, x):.1f} ms")

@@ -20,6 +20,7 @@ from typing import Any, Final, Self
 from jax_webgpu.errors import CallError
 
 CALLBACKS = ("pure", "buffer")
+IMPLEMENTATIONS = ("webgpu", "reference")
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,16 @@ class Settings:
     callback: str | None = None
     """``pure``, ``buffer``, or None: whichever is safe on the platform."""
     tunables: tuple[tuple[str, Any], ...] = ()
+    implementation: str | None = None
+    """``reference``, or None: the WebGPU kernels."""
+
+    def items(self) -> list[tuple[str, Any]]:
+        """Name and value of each setting, tunables by their own names."""
+        return [
+            ("callback", self.callback),
+            ("implementation", self.implementation),
+            *self.tunables,
+        ]
 
 
 @dataclass(frozen=True)
@@ -96,6 +107,8 @@ class configure:
         alone; None, the default, takes ``"buffer"`` on the CPU platform and ``"pure"`` elsewhere.
       tunables: values by name for the manifests' tunables, such as ``{"WORKGROUP_SIZE": 64}``;
         they replace those set before. A call of an operator that has no such tunable raises.
+      implementation: ``"webgpu"``, the default; or ``"reference"``, which lowers the same
+        operators to plain JAX, for `jax.export` and for platforms without callbacks.
 
     Raises:
       ValueError: a value is not one of those above.
@@ -106,6 +119,7 @@ class configure:
         *,
         callback: str | _Unset | None = _UNSET,
         tunables: Mapping[str, Any] | _Unset | None = _UNSET,
+        implementation: str | _Unset = _UNSET,
     ):
         changes: dict[str, Any] = {}
         if not isinstance(callback, _Unset):
@@ -114,6 +128,11 @@ class configure:
             changes["callback"] = callback
         if not isinstance(tunables, _Unset):
             changes["tunables"] = _pairs(tunables or {})
+        if not isinstance(implementation, _Unset):
+            if implementation not in IMPLEMENTATIONS:
+                expected = "' or '".join(IMPLEMENTATIONS)
+                raise CallError(f"implementation is {implementation!r}; expected '{expected}'")
+            changes["implementation"] = None if implementation == "webgpu" else implementation
         self._before = settings()
         _apply(replace(self._before, **changes))
 

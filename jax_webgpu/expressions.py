@@ -44,6 +44,11 @@ class Expression:
         """The operands of the outermost `and`s, from left to right."""
         return [_expression(node) for node in _conjuncts(self.node)]
 
+    @property
+    def name(self) -> str | None:
+        """The name that is the whole expression, if it is one."""
+        return self.node.name if isinstance(self.node, nodes.Name) else None
+
     def explain(self, scope: Scope) -> str:
         """The expression beside the values that decided it, for a message."""
         text = f"`{self.text}`"

@@ -5,14 +5,15 @@ This module and `fuse` are the only ones that import JAX's unstable parts.
 
 import atexit
 import functools
+import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import jax
 import numpy as np
 from jax.extend.core import Primitive
-from jax.interpreters import mlir, xla
+from jax.interpreters import ad, batching, mlir, xla
 
 from jax_webgpu import config, device, runtime, variants
 from jax_webgpu.capabilities import IDEAL, PRESETS, Capabilities
@@ -34,60 +35,103 @@ class Call:
     """The static parameters of one bind. Equal calls are equal, so that JAX lowers them once."""
 
     attributes: Pairs
-    sizes: tuple[int, ...] = ()
-    """What the manifest leaves to the caller about the outputs; the operator knows its meaning."""
+    """The manifest's attributes."""
+    static: Pairs = ()
+    """What else the operator keeps of the call."""
     settings: config.Settings = field(default_factory=config.Settings)
 
+    def with_static(self, **static: Any) -> "Call":
+        """The call with more to keep."""
+        return replace(self, static=tuple({**dict(self.static), **static}.items()))
+
     def __str__(self) -> str:
-        parts = [f"{name}={value}" for name, value in self.attributes]
-        parts += [f"sizes={self.sizes}"] if self.sizes else []
-        parts += [f"callback={self.settings.callback}"] if self.settings.callback else []
-        parts += [f"{name}={value}" for name, value in self.settings.tunables]
+        set_ = [(k, v) for k, v in self.settings.items() if v is not None]
+        parts = [f"{name}={value}" for name, value in [*self.attributes, *self.static, *set_]]
         return f"({', '.join(parts)})"
 
     __repr__ = __str__
 
 
-# From a call's static parameters and its inputs' shapes and dtypes to the resolved call.
-Resolve = Callable[[Call, tuple[Tensor, ...]], Resolved]
+class Rules(Protocol):
+    """What an operator's file tells JAX of it: a class whose methods are all static.
+
+    `operands` are arrays or tracers in the primitive's order; a tangent or cotangent that is zero
+    is None.
+    """
+
+    operator: Operator
+
+    @staticmethod
+    def resolve(call: Call, tensors: tuple[Tensor, ...]) -> Resolved:
+        """The call for the engine; raises `ValueError` for what is the caller's mistake."""
+
+    @staticmethod
+    def results(call: Call, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The outputs as JAX has them."""
+
+    @staticmethod
+    def reference(call: Call, *operands: Any) -> Sequence[Any]:
+        """The operator in plain JAX."""
+
+    @staticmethod
+    def batch(
+        call: Call, operands: Sequence[Any], axes: Sequence[int | None], size: int
+    ) -> tuple[Sequence[Any], Sequence[int]]:
+        """The outputs for a whole batch along `axes`, and their batch axes."""
+
+    @staticmethod
+    def jvp(call: Call, operands: Sequence[Any], tangents: Sequence[Any]) -> Sequence[Any]:
+        """The outputs' tangents."""
+
+    @staticmethod
+    def transpose(call: Call, cotangents: Sequence[Any], operands: Sequence[Any]) -> Sequence[Any]:
+        """The cotangents of the operands that are `jax.ShapeDtypeStruct`s; None for others."""
 
 
 @dataclass(frozen=True)
 class Registered:
     """An operator that JAX knows."""
 
-    operator: Operator
-    resolve: Resolve
+    rules: type[Rules]
     primitive: Primitive
 
-    def bind(self, arrays: Sequence[Any], **static: Any) -> list[Any]:
-        """Binds the primitive with the settings in force; `static` are the fields of `Call`."""
+    @property
+    def operator(self) -> Operator:
+        return self.rules.operator
+
+    def bind(self, operands: Sequence[Any], attributes: Pairs, static: Pairs = ()) -> list[Any]:
+        """Binds the primitive with the settings in force."""
         device.check_process()
-        call = Call(settings=config.settings(), **static)
-        results: list[Any] = self.primitive.bind(*arrays, call=call)
+        return self.apply(Call(attributes, static, config.settings()), *_equally_varying(operands))
+
+    def apply(self, call: Call, *operands: Any) -> list[Any]:
+        """Binds the primitive for a call that is known already, as a rule does."""
+        results: list[Any] = self.primitive.bind(*operands, call=call)
         return results
+
+    @functools.lru_cache(1024)  # noqa: B019 - operators live as long as the process
+    def resolve(self, call: Call, tensors: tuple[Tensor, ...]) -> Resolved:
+        """`Rules.resolve`, once for equal calls."""
+        return self.rules.resolve(call, tensors)
 
 
 _registered: dict[Primitive, Registered] = {}
 
 
-def register(operator: Operator, resolve: Resolve) -> Registered:
-    """Makes an operator a JAX primitive.
-
-    Args:
-      operator: the manifest and what the operator adds to it.
-      resolve: must raise `ValueError` for what is the caller's mistake; it runs while JAX traces.
-    """
-    primitive = Primitive(operator.name)
+def register(rules: type[Rules]) -> Registered:
+    """Makes an operator a JAX primitive that evaluates, lowers, batches and differentiates."""
+    primitive = Primitive(rules.operator.name)
     primitive.multiple_results = True
-    registered = Registered(operator, functools.lru_cache(1024)(resolve), primitive)
-    _registered[primitive] = registered
+    registered = _registered[primitive] = Registered(rules, primitive)
     primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
     primitive.def_abstract_eval(functools.partial(_abstract_eval, registered))
     for platform in (None, "cpu"):
         crossing = functools.partial(_cross, registered, platform == "cpu")
         lowering = mlir.lower_fun(crossing, multiple_results=True)
         mlir.register_lowering(primitive, functools.partial(_lower, lowering), platform=platform)
+    batching.primitive_batchers[primitive] = functools.partial(_batch, rules)
+    ad.primitive_jvps[primitive] = functools.partial(_jvp, registered)
+    ad.primitive_transposes[primitive] = functools.partial(_transpose, rules)
     return registered
 
 
@@ -95,14 +139,31 @@ def _tensors(avals: Sequence[Any]) -> tuple[Tensor, ...]:
     return tuple(Tensor(tuple(aval.shape), str(aval.dtype)) for aval in avals)
 
 
+def _equally_varying(operands: Sequence[Any]) -> Sequence[Any]:
+    """Inside `shard_map`, operands that vary over the same mesh axes.
+
+    Without the cast, whose transpose is a sum over the mesh, the gradient of a replicated cache
+    beside a sharded x would miss the other shards.
+    """
+    varying = [jax.typeof(operand).manual_axis_type.varying for operand in operands]
+    union = frozenset[Any]().union(*varying)
+    return [
+        jax.lax.pcast(operand, tuple(union - own), to="varying") if union - own else operand
+        for operand, own in zip(operands, varying, strict=True)
+    ]
+
+
+# ---- evaluation and lowering --------------------------------------------------------------------
+
+
 def _abstract_eval(registered: Registered, *avals: Any, call: Call) -> list[Any]:
     """Refuses here, with no GPU, what no device could run."""
-    resolved = registered.resolve(call, _tensors(avals))
-    variants.select(resolved, IDEAL)
+    tensors = _tensors(avals)
+    variants.select(registered.resolve(call, tensors), IDEAL)
     # From an input's aval rather than anew: it carries the sharding and the varying mesh axes.
     return [
-        avals[0].update(shape=tensor.shape, dtype=np.dtype(tensor.dtype), weak_type=False)
-        for _, tensor in resolved.outputs
+        avals[0].update(shape=result.shape, dtype=np.dtype(result.dtype), weak_type=False)
+        for result in registered.rules.results(call, tensors)
     ]
 
 
@@ -118,8 +179,16 @@ def _cross(registered: Registered, on_cpu: bool, *arrays: Any, call: Call) -> Se
     needs a thread of the pool that waiting callbacks fill: on the CPU platform it can deadlock.
     `buffer_callback` hands over XLA's own buffers and cannot, but it works there only.
     """
-    resolved = registered.resolve(call, _tensors([jax.typeof(array) for array in arrays]))
-    results = [jax.ShapeDtypeStruct(t.shape, np.dtype(t.dtype)) for _, t in resolved.outputs]
+    if call.settings.implementation == "reference":
+        return registered.rules.reference(call, *arrays)
+    tensors = _tensors([jax.typeof(array) for array in arrays])
+    results = [
+        jax.ShapeDtypeStruct(result.shape, np.dtype(result.dtype))
+        for result in registered.rules.results(call, tensors)
+    ]
+    host = functools.partial(
+        _host, registered.operator, registered.resolve(call, tensors), call.static
+    )
     wanted = call.settings.callback
     if wanted == "buffer" and not (on_cpu and buffer_callback is not None):
         raise CallError(
@@ -127,24 +196,38 @@ def _cross(registered: Registered, on_cpu: bool, *arrays: Any, call: Call) -> Se
             "jax.experimental.buffer_callback; use callback='pure' or None here"
         )
     if on_cpu and wanted != "pure" and buffer_callback is not None:
-        in_place = functools.partial(_buffer_host, registered.operator, resolved)
+        in_place = functools.partial(_buffer_host, host)
         crossed: Sequence[Any] = buffer_callback(in_place, results)(*arrays)
         return crossed
     _require_cpu_backend()
-    host = functools.partial(_pure_host, registered.operator, resolved)
-    crossed = jax.pure_callback(host, results, *arrays)
+    crossed = jax.pure_callback(functools.partial(_pure_host, host, results), results, *arrays)
     return crossed
 
 
-def _buffer_host(
-    operator: Operator, resolved: Resolved, context: Any, outputs: Sequence[Any], *arrays: Any
+# Fills the outputs from the arrays.
+Host = Callable[[Sequence[np.ndarray], Sequence[np.ndarray]], None]
+
+
+def _host(
+    operator: Operator,
+    resolved: Resolved,
+    static: Pairs,
+    outputs: Sequence[np.ndarray],
+    arrays: Sequence[np.ndarray],
 ) -> None:
-    outs = [np.asarray(output) for output in outputs]
-    runtime.run(operator, resolved, [np.asarray(array) for array in arrays], outs)
+    runtime.run(operator, resolved, arrays, outputs, static)
 
 
-def _pure_host(operator: Operator, resolved: Resolved, *arrays: Any) -> tuple[np.ndarray, ...]:
-    return runtime.run(operator, resolved, [np.asarray(array) for array in arrays])
+def _buffer_host(host: Host, context: Any, outputs: Sequence[Any], *arrays: Any) -> None:
+    host([np.asarray(output) for output in outputs], [np.asarray(array) for array in arrays])
+
+
+def _pure_host(
+    host: Host, results: Sequence[jax.ShapeDtypeStruct], *arrays: Any
+) -> list[np.ndarray]:
+    outputs = [np.empty(result.shape, result.dtype) for result in results]
+    host(outputs, [np.asarray(array) for array in arrays])
+    return outputs
 
 
 def _require_cpu_backend() -> None:
@@ -159,18 +242,65 @@ def _require_cpu_backend() -> None:
 
 @functools.cache
 def _install_fence() -> None:
-    atexit.register(_fence)
+    atexit.register(_fence, os.getpid())
 
 
-def _fence() -> None:
+def _fence(pid: int) -> None:
     """Waits until every local device has run what was queued before.
 
     An interpreter that exits while a callback is queued is aborted. Neither a counter of running
     callbacks nor `jax.effects_barrier` sees the queued ones, and the results may be gone; but a
-    device runs its queue in order.
+    device runs its queue in order. A forked child has none of the threads that run the queues.
     """
+    if os.getpid() != pid:
+        return
     devices = {*jax.local_devices(), *jax.local_devices(backend="cpu")}
     jax.block_until_ready([jax.device_put(0, each) + 1 for each in devices])
+
+
+# ---- transformations ----------------------------------------------------------------------------
+
+
+def _batch(
+    rules: type[Rules], operands: Sequence[Any], axes: Sequence[Any], *, call: Call
+) -> tuple[Sequence[Any], Sequence[int]]:
+    axes = [axis if isinstance(axis, int) else None for axis in axes]
+    size = next(
+        operand.shape[axis]
+        for operand, axis in zip(operands, axes, strict=True)
+        if axis is not None
+    )
+    return rules.batch(call, operands, axes, size)
+
+
+def _jvp(
+    registered: Registered, primals: Sequence[Any], tangents: Sequence[Any], *, call: Call
+) -> tuple[Sequence[Any], Sequence[Any]]:
+    results = registered.apply(call, *primals)
+    known = [None if isinstance(tangent, ad.Zero) else tangent for tangent in tangents]
+    moved = registered.rules.jvp(call, primals, known)
+    return results, [
+        ad.Zero(jax.typeof(result).to_tangent_aval()) if tangent is None else tangent
+        for result, tangent in zip(results, moved, strict=True)
+    ]
+
+
+def _transpose(
+    rules: type[Rules], cotangents: Sequence[Any], *operands: Any, call: Call
+) -> Sequence[Any]:
+    linear = [operand.aval if ad.is_undefined_primal(operand) else None for operand in operands]
+    known = [None if isinstance(ct, ad.Zero) else ct for ct in cotangents]
+    results: Sequence[Any] = [None] * len(operands)
+    if any(cotangent is not None for cotangent in known):
+        shown = [
+            operand if aval is None else jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+            for operand, aval in zip(operands, linear, strict=True)
+        ]
+        results = rules.transpose(call, known, shown)
+    return [
+        ad.Zero(aval) if aval is not None and result is None else result
+        for result, aval in zip(results, linear, strict=True)
+    ]
 
 
 # ---- explain ------------------------------------------------------------------------------------

@@ -58,6 +58,22 @@ class Resolved:
     def with_tunables(self, **tunables: Any) -> "Resolved":
         return replace(self, tunables=tuple(sorted({**dict(self.tunables), **tunables}.items())))
 
+    def with_dtype(self, old: str, new: str) -> "Resolved":
+        """The same call with arrays of one dtype replaced by another."""
+
+        def replaced(ports: tuple[tuple[str, Tensor], ...]) -> tuple[tuple[str, Tensor], ...]:
+            return tuple(
+                (name, Tensor(tensor.shape, new if tensor.dtype == old else tensor.dtype))
+                for name, tensor in ports
+            )
+
+        return replace(
+            self,
+            inputs=replaced(self.inputs),
+            outputs=replaced(self.outputs),
+            logical=tuple((name, new if dtype == old else dtype) for name, dtype in self.logical),
+        )
+
     def storage(self, port: Port) -> dtypes.DType:
         """The table's row for a port's array as it lies in a buffer."""
         return dtypes.TABLE[port.storage or dict(self.inputs + self.outputs)[port.name].dtype]

@@ -4,7 +4,7 @@ Nothing here knows an operator, and nothing here may touch JAX: inside a callbac
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from jax_webgpu import device, plan, resources, spec
 from jax_webgpu.capabilities import Capabilities
 from jax_webgpu.errors import CallError
 from jax_webgpu.plan import Buffer
-from jax_webgpu.resolve import Resolved
+from jax_webgpu.resolve import Pairs, Resolved
 from jax_webgpu.spec import Spec
 
 
@@ -25,15 +25,19 @@ class Operator:
     Attributes:
       name: the public name.
       manifest: the file's name in `specs/`.
-      check: looks at the values of a call's arrays, by port, before anything is dispatched, and
-        raises `ValueError`.
-      fit: sets tunables for a device before anything is derived.
+      check: looks at the values of a call's operands before anything is dispatched, and raises
+        `ValueError`; it also gets what the operator keeps of the call.
+      fit: adapts a call to a device before anything is derived: tunables, or a dtype that the
+        device does not have.
+      moves_bits: the kernels only move data, and resolved calls may see an array as another dtype
+        and shape of as many bytes.
     """
 
     name: str
     manifest: str
-    check: Callable[[Resolved, Mapping[str, np.ndarray]], None] | None = None
+    check: Callable[[Pairs, Sequence[np.ndarray]], None] | None = None
     fit: Callable[[Resolved, Capabilities], Resolved] | None = None
+    moves_bits: bool = False
 
     @property
     def spec(self) -> Spec:
@@ -57,14 +61,16 @@ def run(
     resolved: Resolved,
     arrays: Sequence[np.ndarray],
     outputs: Sequence[np.ndarray] | None = None,
+    static: Pairs = (),
 ) -> tuple[np.ndarray, ...]:
     """Runs one call on this process's device and waits for it.
 
     Args:
       operator: whose call it is.
-      resolved: the call; shapes and logical dtypes of `arrays` are those of its inputs.
-      arrays: one array for each input that is given.
+      resolved: the call.
+      arrays: one array for each input that is given, then those that `operator.check` alone sees.
       outputs: writable C-contiguous arrays to be filled, one for each output; made if not given.
+      static: what the operator keeps of the call.
 
     Returns:
       The outputs.
@@ -73,23 +79,33 @@ def run(
       ValueError: a value in `arrays` is not admitted.
       DeviceError: the device cannot run the call, or failed.
     """
-    named = dict(zip(dict(resolved.inputs), arrays, strict=True))
     if operator.check is not None:
-        operator.check(resolved, named)
+        operator.check(static, arrays)
     gpu = device.get()
     ready = operator.plan(resolved, gpu.capabilities)
+    arrays = arrays[: len(ready.inputs)]
     if outputs is None:
-        outputs = [np.empty(b.tensor.shape, b.tensor.dtype) for b in ready.outputs]
-    stored = [to_storage(array, buffer) for array, buffer in zip(arrays, ready.inputs, strict=True)]
+        outputs = [np.empty(tensor.shape, tensor.dtype) for _, tensor in resolved.outputs]
+    targets = outputs
+    if operator.moves_bits:
+        arrays = [_viewed(a, buffer) for a, buffer in zip(arrays, ready.inputs, strict=True)]
+        targets = [_viewed(o, buffer) for o, buffer in zip(outputs, ready.outputs, strict=True)]
+    stored = [to_storage(a, buffer) for a, buffer in zip(arrays, ready.inputs, strict=True)]
     landing = [
         out if out.dtype == buffer.dtype.storage else np.empty(out.shape, buffer.dtype.storage)
-        for out, buffer in zip(outputs, ready.outputs, strict=True)
+        for out, buffer in zip(targets, ready.outputs, strict=True)
     ]
     gpu.run(ready, stored, landing)
-    for out, landed in zip(outputs, landing, strict=True):
+    for out, landed in zip(targets, landing, strict=True):
         if out is not landed:
             np.copyto(out, landed, casting="unsafe")
     return tuple(outputs)
+
+
+def _viewed(array: np.ndarray, buffer: Buffer) -> np.ndarray:
+    """The bytes of a C-contiguous array as the dtype and shape that the plan has for them."""
+    flat = np.ascontiguousarray(array).reshape(-1)
+    return flat.view(buffer.tensor.dtype).reshape(buffer.tensor.shape)
 
 
 def to_storage(array: np.ndarray, buffer: Buffer) -> np.ndarray:

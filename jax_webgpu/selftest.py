@@ -88,10 +88,10 @@ def _rotary_case(rank: int, positions: bool, suffix: str, size: int) -> Case:
         attributes["num_heads"] = heads
     arrays = {"x": x, "cos": cos, "sin": sin, **({"positionIds": ids} if positions else {})}
     return Case(
-        operator=rotary_embedding.OPERATOR,
+        operator=rotary_embedding.Rules.operator,
         variant=f"rank{rank}_{'cache2_pos' if positions else 'cache3'}{suffix}",
         resolved=resolve(
-            rotary_embedding.OPERATOR.spec,
+            rotary_embedding.Rules.operator.spec,
             {name: Tensor(each.shape, str(each.dtype)) for name, each in arrays.items()},
             attributes=attributes,
         ),
@@ -126,10 +126,10 @@ def _split_case(sizes: tuple[int, ...], inner: int, variant: str) -> Case:
     starts = np.cumsum((0, *sizes))
     parts = [x[:, start : start + size] for start, size in zip(starts, sizes, strict=False)]
     return Case(
-        operator=split.OPERATOR,
+        operator=split.Rules.operator,
         variant=variant,
         resolved=resolve(
-            split.OPERATOR.spec,
+            split.Rules.operator.spec,
             {"input": Tensor(x.shape, "int32")},
             attributes={"axis": 1},
             outputs={f"y{index}": part.shape for index, part in enumerate(parts)},

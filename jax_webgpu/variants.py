@@ -8,8 +8,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jinja2 import nodes
-
 from jax_webgpu.capabilities import Capabilities
 from jax_webgpu.errors import CallError, DeviceError, ExpressionError
 from jax_webgpu.expressions import Expression
@@ -173,11 +171,10 @@ def _failing(
         except ExpressionError as error:
             yield [f"`{conjunct.text}`: {error}"]
             continue
-        name = conjunct.node.name if isinstance(conjunct.node, nodes.Name) else None
-        inside = derive.get(name) if name else None
+        inside = derive.get(conjunct.name) if conjunct.name else None
         if isinstance(inside, Expression) and len(inside.conjuncts) > 1:
             for chain in _failing(inside, names, derive):
-                yield [str(name), *chain]
+                yield [conjunct.text, *chain]
         else:
             yield [conjunct.explain(names)]
 

@@ -16,7 +16,17 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 def pytest_configure(config):
     # Warnings are errors. This one is given once a process, to users: the report names the adapter.
-    config.addinivalue_line("filterwarnings", "ignore:.*CPU adapter")
+    config.addinivalue_line("filterwarnings", "ignore::jax_webgpu.SoftwareAdapterWarning")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    """Where nothing may be skipped, as in CI, a skip is a failure."""
+    report = yield
+    if report.skipped and os.environ.get("JAX_WEBGPU_NO_SKIP") == "1":
+        report.outcome = "failed"
+        report.longrepr = f"skipped, and JAX_WEBGPU_NO_SKIP is set: {report.longrepr}"
+    return report
 
 
 def pytest_report_header():

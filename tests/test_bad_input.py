@@ -268,7 +268,7 @@ def test_dtype_of_position_ids(dtype, run):
         rotary_embedding(run, {"position_ids": ids(2, 5, dtype=dtype)})
 
 
-@pytest.mark.parametrize("dtype", ["float64", "bfloat16", "int32"])
+@pytest.mark.parametrize("dtype", ["float64", "float8_e4m3fn", "int32"])
 def test_dtype_of_x(dtype, run):
     with (
         jax.enable_x64(True),
@@ -279,8 +279,8 @@ def test_dtype_of_x(dtype, run):
 
 @pytest.mark.parametrize("name", ["cos_cache", "sin_cache"])
 def test_dtype_of_caches(name, run):
-    with refused(TypeError, rf"\b{name}\b", r"\bfloat16\b", r"\bx\b", r"\bfloat32\b"):
-        rotary_embedding(run, {name: array(11, 4, dtype="float16")})
+    with refused(TypeError, rf"\b{name}\b", r"\bfloat16\b", r"\bfloat32\b", r"\bint32\b"):
+        rotary_embedding(run, {name: array(11, 4, dtype="int32")})
 
 
 # --- values of position_ids, which are known while tracing only where they are concrete ---------
@@ -390,15 +390,6 @@ def test_axis(changes, error, patterns, run):
 def test_scalar(run):
     with refused(ValueError, r"\bx\b", "scalar|rank 0"):
         run(partial(jax_webgpu.split, num_outputs=1), array())
-
-
-@pytest.mark.parametrize("dtype", ["float64", "bfloat16", "complex64", "uint16", "uint64"])
-def test_dtype_of_split(dtype, run):
-    with (
-        jax.enable_x64(True),
-        refused(TypeError, r"\bx\b", r"\bfloat32\b", r"\bbool\b", r"\bint64\b", rf"\b{dtype}\b"),
-    ):
-        run(partial(jax_webgpu.split, num_outputs=2), array(4, 7, dtype=dtype))
 
 
 # --- rotary_cache -------------------------------------------------------------------------------

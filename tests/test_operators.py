@@ -14,6 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jax_webgpu
+from jax_webgpu import device, runtime
+from jax_webgpu.ops import rotary_embedding, split
+from jax_webgpu.resolve import Tensor, resolve
 
 SPECS = Path(__file__).parents[1] / "specs"
 
@@ -109,6 +112,32 @@ def test_split_sizes_of_the_oracle(n, sizes):
 @by_id(CASES)
 def test_case(case, run):
     check(case, run)
+
+
+@by_id(CASES)
+def test_case_on_the_engine(case):
+    """Below the public functions, which may choose another variant for the same bits."""
+    rules = rotary_embedding.Rules if isinstance(case, RotaryCase) else split.Rules
+    inputs = case.inputs()
+    shapes = {
+        name: shape for name, shape in case.shapes.items() if name in rules.operator.spec.inputs
+    }
+    resolved = resolve(
+        rules.operator.spec,
+        {
+            name: Tensor(shape, "int64" if name == "positionIds" else case.dtype)
+            for name, shape in shapes.items()
+        },
+        attributes=case.attributes,
+        outputs={
+            name: shape
+            for name, shape in case.shapes.items()
+            if name in rules.operator.spec.outputs
+        },
+    )
+    assert rules.operator.plan(resolved, device.get().capabilities).variant == case.variant
+    results = runtime.run(rules.operator, resolved, [each for each in inputs if each is not None])
+    assert_right(results[0] if isinstance(case, RotaryCase) else results, case, inputs)
 
 
 @by_id(LARGE_CASES)

@@ -198,7 +198,7 @@ def test_spec_is_named_after_its_operator_and_has_its_shaders(name):
 # runs them, the third teaches JAX to. A module that is not named here belongs to the first.
 
 RUNNING = {"device", "runtime"}
-CALLING = {"", "__main__", "cli", "fuse", "ops", "primitive"}
+CALLING = {"", "__main__", "cli", "fuse", "ops", "primitive", "selftest"}
 
 
 def modules() -> dict[str, pathlib.Path]:

@@ -3,7 +3,10 @@
 Rotary position embedding is from Su et al., RoFormer, https://arxiv.org/abs/2104.09864.
 """
 
-from collections.abc import Mapping
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -12,13 +15,15 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_webgpu import primitive
+from jax_webgpu.capabilities import Capabilities
 from jax_webgpu.errors import CallError, DTypeError
 from jax_webgpu.ops.common import array, fit_workgroup_size, integer, is_concrete
 from jax_webgpu.primitive import Call
-from jax_webgpu.resolve import Resolved, Tensor, resolve
+from jax_webgpu.resolve import Pairs, Resolved, Tensor, resolve
 from jax_webgpu.runtime import Operator
 
-DTYPES = ("float32", "float16")
+DTYPES = ("float32", "float16", "bfloat16")
+CACHE_DTYPES = (*DTYPES, "float64")
 POSITION_DTYPES = ("int32", "uint32", "int64")
 
 
@@ -44,12 +49,13 @@ def rotary_embedding(
     bit for bit. The rotation is computed in float32 and rounded once.
 
     Args:
-      x: float32 or float16, (batch, num_heads, sequence, head_size); or (batch, sequence,
+      x: float32, float16 or bfloat16, (batch, num_heads, sequence, head_size); or (batch, sequence,
         num_heads * head_size) with `num_heads`. The head size is even. An array of (batch,
         sequence, num_heads, head_size), as Flax and Hugging Face's Flax models have it, is not
         refused where its sizes happen to fit: transpose it with `jnp.swapaxes(x, 1, 2)` first.
-      cos_cache: cosines, in x's dtype: (rows, r/2) with `position_ids`, else (batch, sequence,
-        r/2). Half the width of the caches that repeat each angle.
+      cos_cache: cosines, (rows, r/2) with `position_ids`, else (batch, sequence, r/2). Half the
+        width of the caches that repeat each angle. Of any of x's dtypes, or float64, which is
+        rounded to float32 first.
       sin_cache: sines, likewise. See `rotary_cache`.
       position_ids: the cache row of each position, int32, uint32 or int64 of (batch, sequence).
         Every value is checked against the rows: concrete ones before anything runs.
@@ -71,11 +77,12 @@ def rotary_embedding(
     """
     x, cos, sin = array(x, "x"), array(cos_cache, "cos_cache"), array(sin_cache, "sin_cache")
     attributes = _attributes(x, interleaved, rotary_embedding_dim, num_heads)
-    _check_dtypes(x, cos, sin)
+    dtype = _computed_in(x, cos, sin)
     _check_shapes(x, cos, sin, position_ids, attributes)
     positions = [] if position_ids is None else [_positions(x, cos, position_ids)]
-    (y,) = _rotary.bind([x, cos, sin, *positions], attributes=tuple(attributes.items()))
-    return y
+    operands = [*(each.astype(dtype) for each in (x, cos, sin)), *positions]
+    (y,) = _rotary.bind(operands, tuple(attributes.items()))
+    return y.astype(x.dtype)
 
 
 def rotary_cache(
@@ -157,12 +164,14 @@ def _head_size(shape: tuple[int, ...], attributes: Mapping[str, int]) -> int:
     return shape[3] if len(shape) == 4 else shape[2] // attributes["num_heads"]
 
 
-def _check_dtypes(x: jax.Array, cos: jax.Array, sin: jax.Array) -> None:
+def _computed_in(x: jax.Array, cos: jax.Array, sin: jax.Array) -> str:
+    """The manifest's dtype for the call: float16 where all are, else float32."""
     if str(x.dtype) not in DTYPES:
-        raise DTypeError(f"x has dtype {x.dtype}; expected float32 or float16")
+        raise DTypeError(f"x has dtype {x.dtype}; expected float32, float16 or bfloat16")
     for name, cache in (("cos_cache", cos), ("sin_cache", sin)):
-        if cache.dtype != x.dtype:
-            raise DTypeError(f"{name} has dtype {cache.dtype}; expected {x.dtype}, the dtype of x")
+        if str(cache.dtype) not in CACHE_DTYPES:
+            raise DTypeError(f"{name} has dtype {cache.dtype}; expected {', '.join(CACHE_DTYPES)}")
+    return "float16" if {x.dtype, cos.dtype, sin.dtype} == {jnp.dtype("float16")} else "float32"
 
 
 def _check_shapes(
@@ -233,29 +242,214 @@ def _check_positions(positions: np.ndarray, rows: int) -> None:
     )
 
 
-def _check_values(resolved: Resolved, arrays: Mapping[str, np.ndarray]) -> None:
-    if "positionIds" in arrays:
-        _check_positions(arrays["positionIds"], arrays["cos"].shape[0])
-
-
 # ---- primitive ----------------------------------------------------------------------------------
 
-OPERATOR = Operator(
-    "rotary_embedding", "ai.onnx.RotaryEmbedding.json", _check_values, fit_workgroup_size
-)
+
+class Rules:
+    """Operands: x, cos, sin; with positions also these, and where they are not the caller's own,
+    the caller's, which `rows` then belongs to.
+
+    Rotation is bilinear: linear in x for given caches, and its rotated part linear in the caches
+    for given x. With x's pair (a, b) and the row (c, s), y = (a*c - b*s, a*s + b*c).
+    """
+
+    @staticmethod
+    def check(static: Pairs, operands: Sequence[np.ndarray]) -> None:
+        """The positions, in the callback; NumPy only."""
+        if len(operands) > 3:
+            _check_positions(operands[-1], int(dict(static).get("rows", len(operands[1]))))
+
+    @staticmethod
+    def fit(resolved: Resolved, capabilities: Capabilities) -> Resolved:
+        """Without shader-f16 in float32: what is computed is the same, and rounded once."""
+        resolved = fit_workgroup_size(resolved, capabilities)
+        if capabilities.f16_ok("float16"):
+            return resolved
+        return resolved.with_dtype("float16", "float32")
+
+    operator = Operator("rotary_embedding", "ai.onnx.RotaryEmbedding.json", check, fit)
+
+    @staticmethod
+    def resolve(call: Call, tensors: tuple[Tensor, ...]) -> Resolved:
+        inputs = dict(zip(("x", "cos", "sin", "positionIds"), tensors, strict=False))
+        if "positionIds" in inputs:
+            # The manifest knows int64 alone; any integer array is checked on its way to u32.
+            inputs["positionIds"] = Tensor(inputs["positionIds"].shape, "int64")
+        return resolve(
+            Rules.operator.spec,
+            inputs,
+            attributes=dict(call.attributes),
+            tunables=dict(call.settings.tunables),
+        )
+
+    @staticmethod
+    def results(call: Call, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return tensors[:1]
+
+    @staticmethod
+    def reference(call: Call, *operands: Any) -> Sequence[Any]:
+        x, cos, sin = (operand.astype(jnp.float32) for operand in operands[:3])
+        pairs, tail = _pairs(call, x, _width(cos))
+        c, s = (_by_token(call, operands[0], cache, operands[3:]) for cache in (cos, sin))
+        a, b = pairs
+        rotated = _unpaired(call, (a * c - b * s, a * s + b * c))
+        y = jnp.concatenate([rotated, tail], axis=-1).reshape(x.shape)
+        return [y.astype(operands[0].dtype)]
+
+    @staticmethod
+    def batch(
+        call: Call, operands: Sequence[Any], axes: Sequence[int | None], size: int
+    ) -> tuple[Sequence[Any], Sequence[int]]:
+        """One dispatch for the whole batch: the batch axis becomes part of ONNX's.
+
+        Where only x of rank 4 is mapped, next to its heads, it joins the heads, and nothing is
+        copied. Otherwise it joins the batch: mapped caches become one table, and the positions,
+        small integers, say whose rows they mean; they are checked as the caller gave them.
+        """
+        x, cos, sin, *ids = operands
+        if _only_heads(call, axes, x):
+            leading = x.shape[1] if axes[0] == 0 else x.shape[0]
+            folded = x.reshape(leading, math.prod(x.shape[:3]) // max(leading, 1), *x.shape[3:])
+            (y,) = _rotary.apply(call, folded, *operands[1:])
+            return [y.reshape(x.shape)], [axes[0] or 0]
+
+        def front(operand: Any, axis: int | None) -> Any:
+            if axis is None:
+                return jnp.broadcast_to(operand, (size, *operand.shape))
+            return jnp.moveaxis(operand, axis, 0)
+
+        def merged(array: Any) -> Any:
+            return array.reshape(array.shape[0] * array.shape[1], *array.shape[2:])
+
+        mapped = axes[1] is not None or axes[2] is not None
+        static = dict[str, Any]()
+        asked: list[Any] = []
+        if ids:
+            positions = front(ids[0], axes[3])
+            asked = [ids[-1] if axes[-1] is None else jnp.moveaxis(ids[-1], axes[-1], 0)]
+            rows = cos.shape[0] if axes[1] is None else cos.shape[axes[1] == 0]
+            static["rows"] = dict(call.static).get("rows", rows)
+            if mapped:
+                offsets = jnp.arange(size, dtype=positions.dtype) * rows
+                positions = positions + offsets.reshape(size, 1, 1)
+        elif not mapped:
+            batch, tokens = cos.shape[:2]
+            every = jnp.arange(batch * tokens, dtype=np.int32).reshape(batch, tokens)
+            positions, cos, sin = front(every, None), merged(cos), merged(sin)
+        else:
+            positions = None
+        x = front(x, axes[0])
+        if mapped:
+            cos, sin = (merged(front(cache, at)) for cache, at in ((cos, axes[1]), (sin, axes[2])))
+        rest = [] if positions is None else [merged(positions), *asked]
+        (y,) = _rotary.apply(call.with_static(**static), merged(x), cos, sin, *rest)
+        return [y.reshape(x.shape)], [0]
+
+    @staticmethod
+    def jvp(call: Call, operands: Sequence[Any], tangents: Sequence[Any]) -> Sequence[Any]:
+        """R(c, s) dx + R(dc, ds) x, of which the second is zero beyond the rotary dimension."""
+        x, cos, sin, *ids = operands
+        dx, dcos, dsin = tangents[:3]
+        terms = []
+        if dx is not None:
+            terms += _rotary.apply(call, dx, cos, sin, *ids)
+        if dcos is not None or dsin is not None:
+            dcos = jnp.zeros_like(cos) if dcos is None else dcos
+            dsin = jnp.zeros_like(sin) if dsin is None else dsin
+            terms.append(_rotated_alone(call, x, dcos, dsin, ids))
+        return [functools.reduce(jnp.add, terms) if terms else None]
+
+    @staticmethod
+    def transpose(call: Call, cotangents: Sequence[Any], operands: Sequence[Any]) -> Sequence[Any]:
+        """In x, the transposed matrices, by the same kernel: R(c, s)^T = R(c, -s).
+
+        It is not the inverse: c*c + s*s need not be 1. In the caches, the cotangent (u, v) of a
+        pair gives dc = u*a + v*b and ds = v*a - u*b, summed over the heads and over all positions
+        that name the row.
+        """
+        (ct,) = cotangents
+        x, cos, sin, *ids = operands
+        none = [None] * len(ids)
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return [*_rotary.apply(call, ct, cos, -sin, *ids), None, None, *none]
+        shape = next(c.shape for c in (cos, sin) if isinstance(c, jax.ShapeDtypeStruct))
+        (a, b), _ = _pairs(call, x.astype(jnp.float32), shape[-1])
+        (u, v), _ = _pairs(call, ct.astype(jnp.float32), shape[-1])
+        results = [
+            _to_rows(call, product, shape, ids).astype(x.dtype)
+            if isinstance(cache, jax.ShapeDtypeStruct)
+            else None
+            for cache, product in ((cos, u * a + v * b), (sin, v * a - u * b))
+        ]
+        return [None, *results, *none]
 
 
-def _resolve(call: Call, tensors: tuple[Tensor, ...]) -> Resolved:
-    inputs = dict(zip(("x", "cos", "sin", "positionIds"), tensors, strict=False))
-    if "positionIds" in inputs:
-        # The manifest knows int64 alone; any integer array is checked on its way to u32.
-        inputs["positionIds"] = Tensor(inputs["positionIds"].shape, "int64")
-    return resolve(
-        OPERATOR.spec,
-        inputs,
-        attributes=dict(call.attributes),
-        tunables=dict(call.settings.tunables),
+# The rules that are not the kernel's see x by pairs: two arrays of (batch, heads, sequence, width)
+# or (batch, sequence, heads, width), and the tail beyond them.
+
+
+def _width(cache: Any) -> int:
+    return int(cache.shape[-1])
+
+
+def _heads(call: Call, x: Any) -> Any:
+    """X with an axis of its own for the heads: (..., head_size) of rank 4."""
+    if x.ndim == 4:
+        return x
+    heads = dict(call.attributes)["num_heads"]
+    return x.reshape(*x.shape[:2], heads, x.shape[2] // heads)
+
+
+def _pairs(call: Call, x: Any, width: int) -> tuple[tuple[Any, Any], Any]:
+    x = _heads(call, x)
+    if dict(call.attributes)["interleaved"]:
+        pairs = x[..., 0 : 2 * width : 2], x[..., 1 : 2 * width : 2]
+    else:
+        pairs = x[..., :width], x[..., width : 2 * width]
+    return pairs, x[..., 2 * width :]
+
+
+def _unpaired(call: Call, pairs: tuple[Any, Any]) -> Any:
+    if dict(call.attributes)["interleaved"]:
+        return jnp.stack(pairs, axis=-1).reshape(*pairs[0].shape[:-1], -1)
+    return jnp.concatenate(pairs, axis=-1)
+
+
+def _head_axis(call: Call) -> int:
+    return 2 if "num_heads" in dict(call.attributes) else 1
+
+
+def _by_token(call: Call, x: Any, cache: Any, ids: Sequence[Any]) -> Any:
+    """The row of each token, with an axis of size 1 for the heads."""
+    return jnp.expand_dims(cache[ids[0]] if ids else cache, _head_axis(call))
+
+
+def _to_rows(call: Call, by_pair: Any, shape: tuple[int, ...], ids: Sequence[Any]) -> Any:
+    """The transpose of `_by_token`: sums over the heads, and over the tokens of one row."""
+    by_token = by_pair.sum(_head_axis(call))
+    return jnp.zeros(shape, by_token.dtype).at[ids[0]].add(by_token) if ids else by_token
+
+
+def _rotated_alone(call: Call, x: Any, cos: Any, sin: Any, ids: Sequence[Any]) -> Any:
+    """The rotation of x with zeros in place of what lies beyond the rotary dimension."""
+    split = _heads(call, x)
+    rotary = 2 * _width(cos)
+    part = split[..., :rotary].reshape(*x.shape[:-1], -1) if x.ndim == 3 else split[..., :rotary]
+    whole = replace(
+        call, attributes=tuple({**dict(call.attributes), "rotary_embedding_dim": 0}.items())
     )
+    (y,) = _rotary.apply(whole, part, cos, sin, *ids)
+    tail = split.shape[-1] - rotary
+    y = y.reshape(*split.shape[:-1], rotary)
+    return jnp.pad(y, [(0, 0)] * (split.ndim - 1) + [(0, tail)]).reshape(x.shape)
 
 
-_rotary = primitive.register(OPERATOR, _resolve)
+def _only_heads(call: Call, axes: Sequence[int | None], x: Any) -> bool:
+    """Whether x alone is mapped, has rank 4, and its batch axis can join the heads' in place."""
+    at = axes[0]
+    if at is None or any(axis is not None for axis in axes[1:]) or x.ndim != 5:
+        return False
+    return at in (1, 2) or (at == 0 and x.shape[1] == 1)
+
+
+_rotary = primitive.register(Rules)

@@ -1,9 +1,12 @@
 """Split of ONNX opset 18: https://onnx.ai/onnx/operators/onnx__Split.html."""
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
@@ -13,6 +16,15 @@ from jax_webgpu.ops.common import array, fit_workgroup_size, integer
 from jax_webgpu.primitive import Call
 from jax_webgpu.resolve import Resolved, Tensor, resolve
 from jax_webgpu.runtime import Operator
+
+# Elements of less than a byte cross to the host as these, which hold each of their values.
+_WIDER = {
+    "int2": "int8",
+    "int4": "int8",
+    "uint2": "uint8",
+    "uint4": "uint8",
+    "float4_e2m1fn": "float32",
+}
 
 
 def split(
@@ -45,8 +57,11 @@ def split(
     x = array(x, "x")
     axis = _axis(x, axis)
     sizes = _sizes(x.shape[axis], split, num_outputs)
-    _check_dtype(x)
-    return tuple(_parts(x, axis, sizes))
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        words = _parts(jax.random.key_data(x), axis, sizes)
+        return tuple(jax.random.wrap_key_data(part, impl=jax.random.key_impl(x)) for part in words)
+    wide = _WIDER.get(str(x.dtype), x.dtype)
+    return tuple(part.astype(x.dtype) for part in _parts(x.astype(wide), axis, sizes))
 
 
 # ---- checks -------------------------------------------------------------------------------------
@@ -104,9 +119,9 @@ def even_sizes(size: int, parts: int) -> tuple[int, ...]:
 
 def _parts(x: jax.Array, axis: int, sizes: tuple[int, ...]) -> list[jax.Array]:
     """The parts; more than the manifest has outputs come from as many groups, each split again."""
-    most = len(OPERATOR.spec.outputs)
+    most = len(Rules.operator.spec.outputs)
     if len(sizes) <= most:
-        return _split.bind([x], attributes=(("axis", axis),), sizes=sizes)
+        return _split.bind([x], (("axis", axis),), (("sizes", sizes),))
     length = -(-len(sizes) // most)
     groups = [sizes[start : start + length] for start in range(0, len(sizes), length)]
     pieces = _parts(x, axis, tuple(map(sum, groups)))
@@ -117,31 +132,87 @@ def _parts(x: jax.Array, axis: int, sizes: tuple[int, ...]) -> list[jax.Array]:
     ]
 
 
-def _check_dtype(x: jax.Array) -> None:
-    allowed = OPERATOR.spec.type_constraints["T"]
-    if str(x.dtype) not in allowed:
-        raise DTypeError(f"x has dtype {x.dtype}; expected one of {', '.join(allowed)}")
-
-
 # ---- primitive ----------------------------------------------------------------------------------
 
-OPERATOR = Operator("split", "ai.onnx.Split.json", fit=fit_workgroup_size)
+
+class Rules:
+    """One operand, x. `axis` is an attribute, the sizes along it are static."""
+
+    operator = Operator("split", "ai.onnx.Split.json", fit=fit_workgroup_size, moves_bits=True)
+
+    @staticmethod
+    def resolve(call: Call, tensors: tuple[Tensor, ...]) -> Resolved:
+        """Bits are moved, so the widest words are taken into which every part can be cut.
+
+        A part is one run of bytes for each position before the axis. Where every run is whole
+        32-bit words, x is a matrix of these; else of 16-bit or 8-bit integers, which the manifest
+        stores one a word.
+        """
+        (x,) = tensors
+        axis, sizes = dict(call.attributes)["axis"], dict(call.static)["sizes"]
+        rows, inner = math.prod(x.shape[:axis]), math.prod(x.shape[axis + 1 :])
+        itemsize = jnp.dtype(x.dtype).itemsize
+        runs = [size * inner * itemsize for size in sizes]
+        if all(run % 4 == 0 for run in runs):
+            dtype, width = "uint32", 4
+        else:
+            dtype, width = ("int16", 2) if itemsize == 2 else ("uint8", 1)
+        return resolve(
+            Rules.operator.spec,
+            {"input": Tensor((rows, sum(runs) // width), dtype)},
+            attributes={"axis": 1},
+            outputs={f"y{index}": (rows, run // width) for index, run in enumerate(runs)},
+            tunables=dict(call.settings.tunables),
+        )
+
+    @staticmethod
+    def results(call: Call, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        (x,) = tensors
+        axis = dict(call.attributes)["axis"]
+        return tuple(
+            Tensor((*x.shape[:axis], size, *x.shape[axis + 1 :]), x.dtype)
+            for size in dict(call.static)["sizes"]
+        )
+
+    @staticmethod
+    def reference(call: Call, *operands: Any) -> Sequence[Any]:
+        (x,) = operands
+        sizes = dict(call.static)["sizes"]
+        return jnp.split(x, np.cumsum(sizes)[:-1], dict(call.attributes)["axis"])
+
+    @staticmethod
+    def batch(
+        call: Call, operands: Sequence[Any], axes: Sequence[int | None], size: int
+    ) -> tuple[Sequence[Any], Sequence[int]]:
+        """The batch axis stays where it is; the split axis is one further on if it lies behind."""
+        (x,), (batch,) = operands, axes
+        assert batch is not None
+        axis = dict(call.attributes)["axis"]
+        axis += axis >= batch
+        parts = _split.apply(replace(call, attributes=(("axis", axis),)), x)
+        return parts, [batch] * len(parts)
+
+    @staticmethod
+    def jvp(call: Call, operands: Sequence[Any], tangents: Sequence[Any]) -> Sequence[Any]:
+        """Linear: the parts of the tangent."""
+        (tangent,) = tangents
+        if tangent is None:
+            return [None] * len(dict(call.static)["sizes"])
+        return _split.apply(call, tangent)
+
+    @staticmethod
+    def transpose(call: Call, cotangents: Sequence[Any], operands: Sequence[Any]) -> Sequence[Any]:
+        """Concatenation, of zeros where a part was not used."""
+        (x,) = operands
+        axis, sizes = dict(call.attributes)["axis"], dict(call.static)["sizes"]
+        like = next(cotangent for cotangent in cotangents if cotangent is not None)
+        parts = [
+            jax.lax.full_like(like, 0, shape=(*x.shape[:axis], size, *x.shape[axis + 1 :]))
+            if cotangent is None
+            else cotangent
+            for cotangent, size in zip(cotangents, sizes, strict=True)
+        ]
+        return [jax.lax.concatenate(parts, axis)]
 
 
-def _resolve(call: Call, tensors: tuple[Tensor, ...]) -> Resolved:
-    (x,) = tensors
-    axis = dict(call.attributes)["axis"]
-    shapes = {
-        f"y{index}": (*x.shape[:axis], size, *x.shape[axis + 1 :])
-        for index, size in enumerate(call.sizes)
-    }
-    return resolve(
-        OPERATOR.spec,
-        {"input": x},
-        attributes=dict(call.attributes),
-        outputs=shapes,
-        tunables=dict(call.settings.tunables),
-    )
-
-
-_split = primitive.register(OPERATOR, _resolve)
+_split = primitive.register(Rules)
