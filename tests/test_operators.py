@@ -119,21 +119,16 @@ def test_case_on_the_engine(case):
     """Below the public functions, which may choose another variant for the same bits."""
     rules = rotary_embedding.Rules if isinstance(case, RotaryCase) else split.Rules
     inputs = case.inputs()
-    shapes = {
-        name: shape for name, shape in case.shapes.items() if name in rules.operator.spec.inputs
-    }
+    spec = rules.operator.spec
     resolved = resolve(
-        rules.operator.spec,
+        spec,
         {
             name: Tensor(shape, "int64" if name == "positionIds" else case.dtype)
-            for name, shape in shapes.items()
+            for name, shape in case.shapes.items()
+            if name in spec.inputs
         },
         attributes=case.attributes,
-        outputs={
-            name: shape
-            for name, shape in case.shapes.items()
-            if name in rules.operator.spec.outputs
-        },
+        outputs={n: shape for n, shape in case.shapes.items() if n in spec.outputs} or None,
     )
     assert rules.operator.plan(resolved, device.get().capabilities).variant == case.variant
     results = runtime.run(rules.operator, resolved, [each for each in inputs if each is not None])
