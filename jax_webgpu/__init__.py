@@ -19,7 +19,7 @@ from jax_webgpu.errors import (
 )
 from jax_webgpu.ops.rotary_embedding import rotary_cache, rotary_embedding
 from jax_webgpu.ops.split import split
-from jax_webgpu.primitive import explain
+from jax_webgpu.primitive import explain, per_shard
 
 __version__ = "0.1.0"
 
@@ -38,6 +38,7 @@ __all__ = [
     "configure",
     "device_info",
     "explain",
+    "per_shard",
     "rotary_cache",
     "rotary_embedding",
     "split",

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 # Features that a kernel or this module can use; others stay off.
 _FEATURES = ("shader-f16", "subgroup", "timestamp-query")
 
-# How many of each are kept: pipelines, prepared plans, uniform buffers.
+# How many of each are kept. A pipeline takes 0.4 MB of lavapipe's memory, and a manifest may write
+# a call's shape into the WGSL: then each shape has its own.
 MAX_PIPELINES = 256
-MAX_PREPARED = 1024
 MAX_UNIFORMS = 1024
 # Bytes of idle buffers that are kept for the next call.
 MAX_IDLE_BYTES = 1 << 30
@@ -80,19 +80,33 @@ def check_process() -> None:
         )
 
 
-def get() -> "Device":
-    """The device of this process; made at the first call.
+def get(place: int = 0) -> "Device":
+    """A device of this process; made at the first call.
+
+    Args:
+      place: the adapters that are as good as the best one are numbered from 0 and counted round,
+        unless the environment names one, which is then the only one.
 
     Raises:
       AdapterError: there is no adapter, or not the one that the environment names.
       DeviceError: the process was forked from one that had made it.
     """
-    global _device
     check_process()
     with _lock:
-        if _device is None or _device.lost:
-            _device = _open()
-        return _device
+        if not _devices:
+            found = _enumerate()
+            _devices.extend((found[info.index], info, None) for info in _fleet(found))
+        adapter, adapter_info, device = _devices[place % len(_devices)]
+        if device is None or device.lost:
+            device = Device(adapter, adapter_info)
+            _devices[place % len(_devices)] = adapter, adapter_info, device
+        return device
+
+
+def count() -> int:
+    """How many adapters `get` counts round."""
+    get()
+    return len(_devices)
 
 
 def info() -> AdapterInfo:
@@ -101,7 +115,7 @@ def info() -> AdapterInfo:
 
 
 _lock = threading.Lock()
-_device: "Device | None" = None
+_devices: "list[tuple[wgpu.GPUAdapter, AdapterInfo, Device | None]]" = []
 _pid: int | None = None
 
 
@@ -192,10 +206,11 @@ def _rank(adapter: AdapterInfo) -> tuple[bool, int]:
     return adapter.backend == "OpenGL", _TYPE_ORDER.index(kind)
 
 
-def _open() -> "Device":
+def _fleet(found: "Sequence[wgpu.GPUAdapter]") -> list[AdapterInfo]:
+    """The adapters to use: the chosen one, and after it those of its kind and backend."""
     environment = config.environment()
-    found = _enumerate()
-    chosen = choose([_describe(i, a) for i, a in enumerate(found)], environment.adapter)
+    infos = [_describe(index, adapter) for index, adapter in enumerate(found)]
+    chosen = choose(infos, environment.adapter)
     if chosen.kind == "CPU":
         if environment.require_gpu:
             raise AdapterError(
@@ -208,7 +223,10 @@ def _open() -> "Device":
                 SoftwareAdapterWarning,
                 stacklevel=2,
             )
-    return Device(found[chosen.index], chosen)
+    if environment.adapter is not None or chosen.kind == "CPU":
+        return [chosen]
+    same = [info for info in infos if (info.kind, info.backend) == (chosen.kind, chosen.backend)]
+    return [chosen, *(info for info in same if info is not chosen)]
 
 
 class _Recent(OrderedDict[Any, Any]):
@@ -276,15 +294,6 @@ class _Pool:
         self.idle_bytes = 0
 
 
-@dataclass(frozen=True)
-class _Prepared:
-    """What a pass needs that does not change from call to call."""
-
-    pipeline: "wgpu.GPUComputePipeline"
-    layout: "wgpu.GPUBindGroupLayout"
-    uniforms: dict[int, "wgpu.GPUBuffer"]
-
-
 class Device:
     """A WebGPU device with its caches. `run` may be called from any thread.
 
@@ -309,7 +318,6 @@ class Device:
         self.lost = False
         self._lock = threading.Lock()
         self._pipelines = _Recent(MAX_PIPELINES)
-        self._prepared = _Recent(MAX_PREPARED)
         self._uniforms = _Recent(MAX_UNIFORMS)
         self._pool = _Pool(self._device, self.capabilities.limit("maxBufferSize"))
         usage = wgpu.BufferUsage
@@ -350,7 +358,7 @@ class Device:
         outputs: Sequence[np.ndarray],
         held: list[Any],
     ) -> None:
-        prepared = self._prepare(plan)
+        pipelines = [self._pipeline(each) for each in plan.passes]
         buffers: dict[str, wgpu.GPUBuffer] = {}
         for array in (*plan.inputs, *plan.outputs, *plan.intermediates):
             size = self._bound_size(plan, array)
@@ -365,9 +373,9 @@ class Device:
             if array.zero_init:
                 encoder.clear_buffer(buffers[array.name])
         compute = encoder.begin_compute_pass(label=plan.label)
-        for each, ready in zip(plan.passes, prepared, strict=True):
-            compute.set_pipeline(ready.pipeline)
-            compute.set_bind_group(0, self._bind_group(each, ready, buffers))
+        for each, (pipeline, layout) in zip(plan.passes, pipelines, strict=True):
+            compute.set_pipeline(pipeline)
+            compute.set_bind_group(0, self._bind_group(each, layout, buffers))
             compute.dispatch_workgroups(*each.workgroups)
         compute.end()
         self.counters["dispatches"] += len(plan.passes)
@@ -413,35 +421,21 @@ class Device:
         return max([16, array.size, *sizes])
 
     def _bind_group(
-        self, each: PassPlan, ready: _Prepared, buffers: "dict[str, wgpu.GPUBuffer]"
+        self,
+        each: PassPlan,
+        layout: "wgpu.GPUBindGroupLayout",
+        buffers: "dict[str, wgpu.GPUBuffer]",
     ) -> "wgpu.GPUBindGroup":
         entries = []
         for index, bound in enumerate(each.bindings):
-            buffer = buffers[bound.source] if bound.source else ready.uniforms[index]
+            buffer = buffers[bound.source] if bound.source else self._uniform(bound, each.label)
             resource = {"buffer": buffer, "offset": 0, "size": bound.size}
             entries.append({"binding": index, "resource": resource})
-        return self._device.create_bind_group(
-            label=each.label, layout=ready.layout, entries=entries
-        )
+        return self._device.create_bind_group(label=each.label, layout=layout, entries=entries)
 
-    def _prepare(self, plan: Plan) -> list[_Prepared]:
-        ready: list[_Prepared] | None = self._prepared.find(plan)
-        if ready is None:
-            ready = [self._prepare_pass(each) for each in plan.passes]
-            self._prepared.keep(plan, ready)
-            self.counters["prepared"] += 1
-        return ready
-
-    def _prepare_pass(self, each: PassPlan) -> _Prepared:
-        pipeline, layout = self._pipeline(each)
-        uniforms = {
-            index: self._uniform(bound, each.label)
-            for index, bound in enumerate(each.bindings)
-            if not bound.source
-        }
-        return _Prepared(pipeline, layout, uniforms)
-
-    def _pipeline(self, each: PassPlan) -> Any:
+    def _pipeline(
+        self, each: PassPlan
+    ) -> "tuple[wgpu.GPUComputePipeline, wgpu.GPUBindGroupLayout]":
         kinds = tuple(bound.buffer for bound in each.bindings)
         key = (each.wgsl, kinds)
         found = self._pipelines.find(key)
@@ -509,7 +503,6 @@ class Device:
         """Gives back the memory of every cache."""
         with self._lock:
             self._pool.clear()
-            self._prepared.clear()
             self._pipelines.clear()
             self._uniforms.clear()
 

@@ -6,7 +6,7 @@ This module and `fuse` are the only ones that import JAX's unstable parts.
 import atexit
 import functools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -14,6 +14,8 @@ import jax
 import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, xla
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jax_webgpu import config, device, runtime, variants
 from jax_webgpu.capabilities import IDEAL, PRESETS, Capabilities
@@ -39,6 +41,10 @@ class Call:
     static: Pairs = ()
     """What else the operator keeps of the call."""
     settings: config.Settings = field(default_factory=config.Settings)
+    placed: bool = False
+    """The last operand is the place in a mesh, which no rule of an operator sees."""
+    loose_axes: tuple[str, ...] = ()
+    """Mesh axes that are not manual while others are."""
 
     def with_static(self, **static: Any) -> "Call":
         """The call with more to keep."""
@@ -50,6 +56,10 @@ class Call:
         return f"({', '.join(parts)})"
 
     __repr__ = __str__
+
+
+# For each dimension of an array the mesh axes that it is sharded over.
+Spec = tuple[tuple[str, ...], ...]
 
 
 class Rules(Protocol):
@@ -72,6 +82,18 @@ class Rules(Protocol):
     @staticmethod
     def reference(call: Call, *operands: Any) -> Sequence[Any]:
         """The operator in plain JAX."""
+
+    @staticmethod
+    def partition(
+        call: Call,
+        shapes: Sequence[tuple[int, ...]],
+        specs: Sequence[Spec],
+        sizes: Mapping[str, int],
+    ) -> tuple[Call, Sequence[Spec], Spec]:
+        """The call that each shard makes, the operands' shardings for it and the outputs'.
+
+        `specs` are the operands' shardings as they come, `sizes` the mesh's.
+        """
 
     @staticmethod
     def batch(
@@ -100,13 +122,33 @@ class Registered:
         return self.rules.operator
 
     def bind(self, operands: Sequence[Any], attributes: Pairs, static: Pairs = ()) -> list[Any]:
-        """Binds the primitive with the settings in force."""
+        """Binds the primitive with the settings in force.
+
+        Where operands are sharded over Explicit mesh axes, each shard makes a call of its own.
+        """
         device.check_process()
-        return self.apply(Call(attributes, static, config.settings()), *_equally_varying(operands))
+        call = Call(attributes, static, config.settings())
+        mesh = _explicit_mesh(operands)
+        if mesh is None:
+            return self.apply(call, *_equally_varying(operands))
+        specs = tuple(_spec(operand) for operand in operands)
+        shapes = [operand.shape for operand in operands]
+        call, wanted, out = self.rules.partition(call, shapes, specs, mesh.shape)
+        results: list[Any] = _per_shard(self, call, mesh, tuple(wanted), out)(*operands)
+        return results
 
     def apply(self, call: Call, *operands: Any) -> list[Any]:
-        """Binds the primitive for a call that is known already, as a rule does."""
-        results: list[Any] = self.primitive.bind(*operands, call=call)
+        """Binds the primitive for a call that is known already, as a rule does.
+
+        A callback cannot learn which device it serves. Inside `shard_map` the linear place in the
+        mesh goes along as an operand, so that the host can choose among several adapters.
+        """
+        mesh = jax.sharding.get_abstract_mesh()
+        manual = mesh.manual_axes
+        loose = tuple(name for name in mesh.axis_names if name not in manual) if manual else ()
+        call = replace(call, placed=bool(manual), loose_axes=loose)
+        place = [jax.lax.axis_index(manual)] if manual else []
+        results: list[Any] = self.primitive.bind(*operands, *place, call=call)
         return results
 
     @functools.lru_cache(1024)  # noqa: B019 - operators live as long as the process
@@ -153,12 +195,59 @@ def _equally_varying(operands: Sequence[Any]) -> Sequence[Any]:
     ]
 
 
+def _explicit_mesh(operands: Sequence[Any]) -> Any:
+    """The mesh of the operand that is sharded over Explicit axes; None if there is none."""
+    for operand in operands:
+        sharding = jax.typeof(operand).sharding
+        if not sharding.mesh.empty and any(sharding.spec):
+            return sharding.mesh
+    return None
+
+
+def _spec(operand: Any) -> Spec:
+    spec = jax.typeof(operand).sharding.spec
+    axes = [() if axis is None else axis if isinstance(axis, tuple) else (axis,) for axis in spec]
+    return tuple(axes) + ((),) * (operand.ndim - len(axes))
+
+
+@functools.lru_cache(1024)
+def _per_shard(
+    registered: Registered, call: Call, mesh: Any, specs: tuple[Spec, ...], out: Spec
+) -> Callable[..., list[Any]]:
+    """Reshards the operands as `specs` say and makes the call on each shard.
+
+    Jitted, since outside of a mesh's context only `jit` brings other arrays to the mesh.
+    """
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    on_each: Callable[..., list[Any]] = jax.shard_map(
+        lambda *shards: registered.apply(call, *_equally_varying(shards)),
+        mesh=mesh,
+        in_specs=tuple(P(*spec) for spec in specs),
+        out_specs=P(*out),
+        axis_names={name for name, kind in kinds if kind == AxisType.Explicit},
+    )
+
+    def call_on_shards(*operands: Any) -> list[Any]:
+        placed = [
+            jax.sharding.reshard(operand, NamedSharding(mesh, P(*spec)))
+            for operand, spec in zip(operands, specs, strict=True)
+        ]
+        return on_each(*placed)
+
+    return jax.jit(call_on_shards)
+
+
+def _own(call: Call, operands: Sequence[Any]) -> Sequence[Any]:
+    """What of a primitive's operands, or of what belongs to each, the operator knows."""
+    return operands[:-1] if call.placed else operands
+
+
 # ---- evaluation and lowering --------------------------------------------------------------------
 
 
 def _abstract_eval(registered: Registered, *avals: Any, call: Call) -> list[Any]:
     """Refuses here, with no GPU, what no device could run."""
-    tensors = _tensors(avals)
+    tensors = _tensors(_own(call, avals))
     variants.select(registered.resolve(call, tensors), IDEAL)
     # From an input's aval rather than anew: it carries the sharding and the varying mesh axes.
     return [
@@ -168,7 +257,12 @@ def _abstract_eval(registered: Registered, *avals: Any, call: Call) -> list[Any]
 
 
 def _lower(lowering: Callable[..., Any], context: Any, *operands: Any, call: Call) -> Any:
-    _install_fence()
+    parameters = context.module_context.lowering_parameters
+    if parameters.for_export and call.settings.implementation != "reference":
+        raise NotImplementedError(
+            "JAX cannot export a callback: trace and export under "
+            "jax_webgpu.configure(implementation='reference'), which lowers to plain JAX"
+        )
     return lowering(context, *operands, call=call)
 
 
@@ -180,15 +274,13 @@ def _cross(registered: Registered, on_cpu: bool, *arrays: Any, call: Call) -> Se
     `buffer_callback` hands over XLA's own buffers and cannot, but it works there only.
     """
     if call.settings.implementation == "reference":
-        return registered.rules.reference(call, *arrays)
-    tensors = _tensors([jax.typeof(array) for array in arrays])
+        return registered.rules.reference(call, *_own(call, arrays))
+    tensors = _tensors([jax.typeof(array) for array in _own(call, arrays)])
     results = [
         jax.ShapeDtypeStruct(result.shape, np.dtype(result.dtype))
         for result in registered.rules.results(call, tensors)
     ]
-    host = functools.partial(
-        _host, registered.operator, registered.resolve(call, tensors), call.static
-    )
+    host = functools.partial(_host, registered.operator, registered.resolve(call, tensors), call)
     wanted = call.settings.callback
     if wanted == "buffer" and not (on_cpu and buffer_callback is not None):
         raise CallError(
@@ -197,9 +289,17 @@ def _cross(registered: Registered, on_cpu: bool, *arrays: Any, call: Call) -> Se
         )
     if on_cpu and wanted != "pure" and buffer_callback is not None:
         in_place = functools.partial(_buffer_host, host)
+        _install_fence()
         crossed: Sequence[Any] = buffer_callback(in_place, results)(*arrays)
         return crossed
     _require_cpu_backend()
+    if call.loose_axes:
+        raise CallError(
+            f"jax.pure_callback does not work under a shard_map that leaves mesh axes, "
+            f"{', '.join(call.loose_axes)}, automatic: make all axes manual, or use "
+            "callback='buffer' on the CPU platform"
+        )
+    _install_fence()
     crossed = jax.pure_callback(functools.partial(_pure_host, host, results), results, *arrays)
     return crossed
 
@@ -211,11 +311,12 @@ Host = Callable[[Sequence[np.ndarray], Sequence[np.ndarray]], None]
 def _host(
     operator: Operator,
     resolved: Resolved,
-    static: Pairs,
+    call: Call,
     outputs: Sequence[np.ndarray],
     arrays: Sequence[np.ndarray],
 ) -> None:
-    runtime.run(operator, resolved, arrays, outputs, static)
+    place = int(arrays[-1]) if call.placed else 0
+    runtime.run(operator, resolved, _own(call, arrays), outputs, call.static, place)
 
 
 def _buffer_host(host: Host, context: Any, outputs: Sequence[Any], *arrays: Any) -> None:
@@ -264,7 +365,8 @@ def _fence(pid: int) -> None:
 def _batch(
     rules: type[Rules], operands: Sequence[Any], axes: Sequence[Any], *, call: Call
 ) -> tuple[Sequence[Any], Sequence[int]]:
-    axes = [axis if isinstance(axis, int) else None for axis in axes]
+    operands = _own(call, operands)
+    axes = [axis if isinstance(axis, int) else None for axis in _own(call, axes)]
     size = next(
         operand.shape[axis]
         for operand, axis in zip(operands, axes, strict=True)
@@ -276,6 +378,7 @@ def _batch(
 def _jvp(
     registered: Registered, primals: Sequence[Any], tangents: Sequence[Any], *, call: Call
 ) -> tuple[Sequence[Any], Sequence[Any]]:
+    primals, tangents = _own(call, primals), _own(call, tangents)
     results = registered.apply(call, *primals)
     known = [None if isinstance(tangent, ad.Zero) else tangent for tangent in tangents]
     moved = registered.rules.jvp(call, primals, known)
@@ -288,6 +391,7 @@ def _jvp(
 def _transpose(
     rules: type[Rules], cotangents: Sequence[Any], *operands: Any, call: Call
 ) -> Sequence[Any]:
+    place, operands = operands[len(_own(call, operands)) :], tuple(_own(call, operands))
     linear = [operand.aval if ad.is_undefined_primal(operand) else None for operand in operands]
     known = [None if isinstance(ct, ad.Zero) else ct for ct in cotangents]
     results: Sequence[Any] = [None] * len(operands)
@@ -300,7 +404,37 @@ def _transpose(
     return [
         ad.Zero(aval) if aval is not None and result is None else result
         for result, aval in zip(results, linear, strict=True)
-    ]
+    ] + [None] * len(place)
+
+
+# ---- meshes -------------------------------------------------------------------------------------
+
+
+def per_shard(f: Callable[..., Any], *in_specs: Any) -> Callable[..., Any]:
+    """Makes our operators in `f` run on each shard where mesh axes are automatic.
+
+    Under Explicit axes, and inside `jax.shard_map`, they do so by themselves. Under automatic axes
+    JAX tells a callback nothing of shards: it would gather the whole array for each call.
+
+    Args:
+      f: a function of arrays, or of pytrees of arrays.
+      *in_specs: a `jax.sharding.PartitionSpec` for each argument of `f`, or a pytree of them.
+
+    Returns:
+      A function like `f`, to be called inside of `jax.jit` under `jax.set_mesh(mesh)`. In `f` all
+      mesh axes are Explicit; the results are sharded as they come out.
+
+    Raises:
+      ValueError: no mesh is set when it is called.
+    """
+
+    @functools.wraps(f)
+    def on_mesh(*args: Any) -> Any:
+        if jax.sharding.get_abstract_mesh().empty:
+            raise CallError("per_shard needs a mesh: call it under jax.set_mesh(mesh)")
+        return jax.sharding.explicit_axes(f, in_sharding=in_specs)(*args)
+
+    return on_mesh
 
 
 # ---- explain ------------------------------------------------------------------------------------
@@ -352,8 +486,9 @@ def _calls(jaxpr: Any) -> Iterator[tuple[Registered, Call, tuple[Tensor, ...]]]:
     """The binds of our primitives in a jaxpr and those inside it, in the program's order."""
     for equation in jaxpr.eqns:
         if equation.primitive in _registered:
-            tensors = _tensors([variable.aval for variable in equation.invars])
-            yield _registered[equation.primitive], equation.params["call"], tensors
+            call = equation.params["call"]
+            tensors = _tensors([variable.aval for variable in _own(call, equation.invars)])
+            yield _registered[equation.primitive], call, tensors
         for parameter in equation.params.values():
             for inner in parameter if isinstance(parameter, list | tuple) else [parameter]:
                 if hasattr(inner, "eqns"):

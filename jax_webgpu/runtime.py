@@ -4,7 +4,7 @@ Nothing here knows an operator, and nothing here may touch JAX: inside a callbac
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,10 +12,13 @@ import numpy as np
 
 from jax_webgpu import device, plan, resources, spec
 from jax_webgpu.capabilities import Capabilities
-from jax_webgpu.errors import CallError
+from jax_webgpu.errors import CallError, LimitError
 from jax_webgpu.plan import Buffer
-from jax_webgpu.resolve import Pairs, Resolved
+from jax_webgpu.resolve import Pairs, Resolved, Tensor
 from jax_webgpu.spec import Spec
+
+Arrays = Sequence[np.ndarray]
+Piece = tuple[Resolved, Arrays, Arrays]
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,9 @@ class Operator:
         `ValueError`; it also gets what the operator keeps of the call.
       fit: adapts a call to a device before anything is derived: tunables, or a dtype that the
         device does not have.
+      pieces: cuts a call whose arrays the device cannot bind whole into calls of at most so many
+        bytes an array, each with its arrays and outputs, which are contiguous views of the whole
+        ones or made for the piece.
       moves_bits: the kernels only move data, and resolved calls may see an array as another dtype
         and shape of as many bytes.
     """
@@ -37,6 +43,7 @@ class Operator:
     manifest: str
     check: Callable[[Pairs, Sequence[np.ndarray]], None] | None = None
     fit: Callable[[Resolved, Capabilities], Resolved] | None = None
+    pieces: Callable[[Resolved, Arrays, Arrays, int], Iterator[Piece]] | None = None
     moves_bits: bool = False
 
     @property
@@ -62,8 +69,9 @@ def run(
     arrays: Sequence[np.ndarray],
     outputs: Sequence[np.ndarray] | None = None,
     static: Pairs = (),
+    place: int = 0,
 ) -> tuple[np.ndarray, ...]:
-    """Runs one call on this process's device and waits for it.
+    """Runs one call on a device of this process and waits for it.
 
     Args:
       operator: whose call it is.
@@ -71,6 +79,7 @@ def run(
       arrays: one array for each input that is given, then those that `operator.check` alone sees.
       outputs: writable C-contiguous arrays to be filled, one for each output; made if not given.
       static: what the operator keeps of the call.
+      place: which of several adapters to use; counts on from the first again after the last.
 
     Returns:
       The outputs.
@@ -81,31 +90,49 @@ def run(
     """
     if operator.check is not None:
         operator.check(static, arrays)
-    gpu = device.get()
-    ready = operator.plan(resolved, gpu.capabilities)
-    arrays = arrays[: len(ready.inputs)]
+    gpu = device.get(place)
+    arrays = arrays[: len(resolved.inputs)]
     if outputs is None:
         outputs = [np.empty(tensor.shape, tensor.dtype) for _, tensor in resolved.outputs]
-    targets = outputs
+    targets: Arrays = outputs
     if operator.moves_bits:
-        arrays = [_viewed(a, buffer) for a, buffer in zip(arrays, ready.inputs, strict=True)]
-        targets = [_viewed(o, buffer) for o, buffer in zip(outputs, ready.outputs, strict=True)]
-    stored = [to_storage(a, buffer) for a, buffer in zip(arrays, ready.inputs, strict=True)]
-    landing = [
-        out if out.dtype == buffer.dtype.storage else np.empty(out.shape, buffer.dtype.storage)
-        for out, buffer in zip(targets, ready.outputs, strict=True)
-    ]
-    gpu.run(ready, stored, landing)
-    for out, landed in zip(targets, landing, strict=True):
-        if out is not landed:
-            np.copyto(out, landed, casting="unsafe")
+        arrays = [_viewed(a, each) for a, (_, each) in zip(arrays, resolved.inputs, strict=True)]
+        targets = [_viewed(o, each) for o, (_, each) in zip(outputs, resolved.outputs, strict=True)]
+    _run(operator, gpu, resolved, arrays, targets)
     return tuple(outputs)
 
 
-def _viewed(array: np.ndarray, buffer: Buffer) -> np.ndarray:
-    """The bytes of a C-contiguous array as the dtype and shape that the plan has for them."""
+def _run(
+    operator: Operator, gpu: device.Device, resolved: Resolved, arrays: Arrays, outputs: Arrays
+) -> None:
+    """Runs a call whole, or in pieces where its arrays are larger than a binding may be."""
+    try:
+        ready = operator.plan(resolved, gpu.capabilities)
+    except LimitError:
+        if operator.pieces is None:
+            raise
+        limits = ("maxStorageBufferBindingSize", "maxBufferSize")
+        most = min(gpu.capabilities.limit(name) for name in limits)
+        for piece in operator.pieces(resolved, arrays, outputs, most):
+            if piece[0] == resolved:
+                raise
+            _run(operator, gpu, *piece)
+        return
+    stored = [to_storage(a, buffer) for a, buffer in zip(arrays, ready.inputs, strict=True)]
+    landing = [
+        out if out.dtype == buffer.dtype.storage else np.empty(out.shape, buffer.dtype.storage)
+        for out, buffer in zip(outputs, ready.outputs, strict=True)
+    ]
+    gpu.run(ready, stored, landing)
+    for out, landed in zip(outputs, landing, strict=True):
+        if out is not landed:
+            np.copyto(out, landed, casting="unsafe")
+
+
+def _viewed(array: np.ndarray, tensor: Tensor) -> np.ndarray:
+    """The bytes of a C-contiguous array as the dtype and shape that the call has for them."""
     flat = np.ascontiguousarray(array).reshape(-1)
-    return flat.view(buffer.tensor.dtype).reshape(buffer.tensor.shape)
+    return flat.view(tensor.dtype).reshape(tensor.shape)
 
 
 def to_storage(array: np.ndarray, buffer: Buffer) -> np.ndarray:

@@ -5,7 +5,7 @@ Rotary position embedding is from Su et al., RoFormer, https://arxiv.org/abs/210
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,9 +18,9 @@ from jax_webgpu import primitive
 from jax_webgpu.capabilities import Capabilities
 from jax_webgpu.errors import CallError, DTypeError
 from jax_webgpu.ops.common import array, fit_workgroup_size, integer, is_concrete
-from jax_webgpu.primitive import Call
+from jax_webgpu.primitive import Call, Spec
 from jax_webgpu.resolve import Pairs, Resolved, Tensor, resolve
-from jax_webgpu.runtime import Operator
+from jax_webgpu.runtime import Arrays, Operator
 
 DTYPES = ("float32", "float16", "bfloat16")
 CACHE_DTYPES = (*DTYPES, "float64")
@@ -53,9 +53,9 @@ def rotary_embedding(
         num_heads * head_size) with `num_heads`. The head size is even. An array of (batch,
         sequence, num_heads, head_size), as Flax and Hugging Face's Flax models have it, is not
         refused where its sizes happen to fit: transpose it with `jnp.swapaxes(x, 1, 2)` first.
-      cos_cache: cosines, (rows, r/2) with `position_ids`, else (batch, sequence, r/2). Half the
-        width of the caches that repeat each angle. Of any of x's dtypes, or float64, which is
-        rounded to float32 first.
+      cos_cache: cosines, (rows, r/2) with `position_ids`, else (batch, sequence, r/2), where one
+        example's, (1, sequence, r/2), serve for all. Half the width of the caches that repeat each
+        angle. Of any of x's dtypes, or float64, which is rounded to float32 first.
       sin_cache: sines, likewise. See `rotary_cache`.
       position_ids: the cache row of each position, int32, uint32 or int64 of (batch, sequence).
         Every value is checked against the rows: concrete ones before anything runs.
@@ -80,6 +80,10 @@ def rotary_embedding(
     dtype = _computed_in(x, cos, sin)
     _check_shapes(x, cos, sin, position_ids, attributes)
     positions = [] if position_ids is None else [_positions(x, cos, position_ids)]
+    if position_ids is None and len(cos) == 1 != len(x):
+        # One example's caches for all: as a table, whose rows every example names in order.
+        cos, sin = cos[0], sin[0]
+        positions = [jnp.broadcast_to(jnp.arange(len(cos), dtype=np.int32), (len(x), len(cos)))]
     operands = [*(each.astype(dtype) for each in (x, cos, sin)), *positions]
     (y,) = _rotary.bind(operands, tuple(attributes.items()))
     return y.astype(x.dtype)
@@ -202,7 +206,7 @@ def _check_shapes(
             f"cos_cache has shape {cos.shape}; expected a last dimension of {half}, half of {of}, "
             f"{rotary}"
         )
-    if positions is None and cos.shape != (batch, sequence, half):
+    if positions is None and cos.shape not in ((batch, sequence, half), (1, sequence, half)):
         raise CallError(
             f"cos_cache has shape {cos.shape}; expected ({batch}, {sequence}, {half}) to fit x "
             f"{x.shape}"
@@ -267,7 +271,38 @@ class Rules:
             return resolved
         return resolved.with_dtype("float16", "float32")
 
-    operator = Operator("rotary_embedding", "ai.onnx.RotaryEmbedding.json", check, fit)
+    @staticmethod
+    def pieces(
+        resolved: Resolved, arrays: Arrays, outputs: Arrays, most: int
+    ) -> Iterator[tuple[Resolved, Arrays, Arrays]]:
+        """Halves of the batch, of the heads, of the sequence: what is cut is contiguous.
+
+        Where positions name rows, these are gathered first: a piece needs few of a large table.
+        """
+        (y,), (x, cos, sin, *ids) = outputs, arrays
+        if ids:
+            cos, sin = cos[ids[0]], sin[ids[0]]
+        axis = next((axis for axis in range(x.ndim - 1) if x.shape[axis] > 1), 0)
+        tokens = x.ndim - 2  # the sequence's axis
+        half = -(-x.shape[axis] // 2)
+        for part in (slice(0, half), slice(half, None)):
+            cut = (slice(None),) * axis + (part,)
+            rows = {0: (part,), tokens: (slice(None), part)}.get(axis, ())
+            shorter = [x[cut], cos[rows], sin[rows]]
+            if shorter[0].size:
+                inputs = zip(("x", "cos", "sin"), shorter, strict=True)
+                yield (
+                    resolve(
+                        resolved.spec,
+                        {n: Tensor(a.shape, resolved.inputs[0][1].dtype) for n, a in inputs},
+                        attributes=dict(resolved.attributes),
+                        tunables=dict(resolved.tunables),
+                    ),
+                    shorter,
+                    [y[cut]],
+                )
+
+    operator = Operator("rotary_embedding", "ai.onnx.RotaryEmbedding.json", check, fit, pieces)
 
     @staticmethod
     def resolve(call: Call, tensors: tuple[Tensor, ...]) -> Resolved:
@@ -295,6 +330,29 @@ class Rules:
         rotated = _unpaired(call, (a * c - b * s, a * s + b * c))
         y = jnp.concatenate([rotated, tail], axis=-1).reshape(x.shape)
         return [y.astype(operands[0].dtype)]
+
+    @staticmethod
+    def partition(
+        call: Call,
+        shapes: Sequence[tuple[int, ...]],
+        specs: Sequence[Spec],
+        sizes: Mapping[str, int],
+    ) -> tuple[Call, Sequence[Spec], Spec]:
+        """Batch, sequence and heads may be sharded, as x is; a table of rows is on every shard."""
+        x, ids = specs[0], specs[3:]
+        out: Spec = (*x[:3], ())
+        batch, tokens = x[0], x[-2]
+        if len(x) == 3:
+            heads = x[2]
+            shards = math.prod(sizes[axis] for axis in heads)
+            attributes = dict(call.attributes)
+            if attributes["num_heads"] % shards:
+                heads, shards = (), 1
+            attributes["num_heads"] //= shards
+            call, out = replace(call, attributes=tuple(attributes.items())), (batch, tokens, heads)
+        cache: Spec = ((), ()) if ids else (batch, tokens, ())
+        positions = [(batch, tokens)] * bool(ids) + [((),) * len(shapes[-1])] * (len(ids) > 1)
+        return call, [out, cache, cache, *positions], out
 
     @staticmethod
     def batch(

@@ -1,7 +1,7 @@
 """Split of ONNX opset 18: https://onnx.ai/onnx/operators/onnx__Split.html."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,11 +11,12 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jax_webgpu import primitive
+from jax_webgpu.dtypes import TABLE
 from jax_webgpu.errors import CallError, DTypeError
 from jax_webgpu.ops.common import array, fit_workgroup_size, integer
-from jax_webgpu.primitive import Call
+from jax_webgpu.primitive import Call, Spec
 from jax_webgpu.resolve import Resolved, Tensor, resolve
-from jax_webgpu.runtime import Operator
+from jax_webgpu.runtime import Arrays, Operator
 
 # Elements of less than a byte cross to the host as these, which hold each of their values.
 _WIDER = {
@@ -138,7 +139,37 @@ def _parts(x: jax.Array, axis: int, sizes: tuple[int, ...]) -> list[jax.Array]:
 class Rules:
     """One operand, x. `axis` is an attribute, the sizes along it are static."""
 
-    operator = Operator("split", "ai.onnx.Split.json", fit=fit_workgroup_size, moves_bits=True)
+    @staticmethod
+    def pieces(
+        resolved: Resolved, arrays: Arrays, outputs: Arrays, most: int
+    ) -> Iterator[tuple[Resolved, Arrays, Arrays]]:
+        """As many rows at a time as can be bound; of a row that cannot, each part by itself."""
+        (x,) = arrays
+        rows, columns = x.shape
+        width = TABLE[resolved.inputs[0][1].dtype].bytes
+        if columns * width <= most:
+            step = most // (columns * width)
+            for start in range(0, rows, step):
+                parts = [output[start : start + step] for output in outputs]
+                yield _matrix_call(resolved, x[start : start + step], parts)
+            return
+        step = most // width
+        for row in range(rows):
+            at = 0
+            for output in outputs:
+                for start in range(0, output.shape[1], step):
+                    part = output[row : row + 1, start : start + step]
+                    source = x[row : row + 1, at + start : at + start + part.shape[1]]
+                    yield _matrix_call(resolved, source, [part])
+                at += output.shape[1]
+
+    operator = Operator(
+        "split",
+        "ai.onnx.Split.json",
+        fit=fit_workgroup_size,
+        pieces=pieces,
+        moves_bits=True,
+    )
 
     @staticmethod
     def resolve(call: Call, tensors: tuple[Tensor, ...]) -> Resolved:
@@ -157,13 +188,8 @@ class Rules:
             dtype, width = "uint32", 4
         else:
             dtype, width = ("int16", 2) if itemsize == 2 else ("uint8", 1)
-        return resolve(
-            Rules.operator.spec,
-            {"input": Tensor((rows, sum(runs) // width), dtype)},
-            attributes={"axis": 1},
-            outputs={f"y{index}": (rows, run // width) for index, run in enumerate(runs)},
-            tunables=dict(call.settings.tunables),
-        )
+        columns = [run // width for run in runs]
+        return _matrix(rows, columns, dtype, dict(call.settings.tunables))
 
     @staticmethod
     def results(call: Call, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -179,6 +205,19 @@ class Rules:
         (x,) = operands
         sizes = dict(call.static)["sizes"]
         return jnp.split(x, np.cumsum(sizes)[:-1], dict(call.attributes)["axis"])
+
+    @staticmethod
+    def partition(
+        call: Call,
+        shapes: Sequence[tuple[int, ...]],
+        specs: Sequence[Spec],
+        sizes: Mapping[str, int],
+    ) -> tuple[Call, Sequence[Spec], Spec]:
+        """Any axis but the split one may be sharded."""
+        (spec,) = specs
+        axis = dict(call.attributes)["axis"]
+        spec = (*spec[:axis], (), *spec[axis + 1 :])
+        return call, [spec], spec
 
     @staticmethod
     def batch(
@@ -213,6 +252,25 @@ class Rules:
             for cotangent, size in zip(cotangents, sizes, strict=True)
         ]
         return [jax.lax.concatenate(parts, axis)]
+
+
+def _matrix(rows: int, columns: Sequence[int], dtype: str, tunables: Mapping[str, Any]) -> Resolved:
+    """The engine's call that cuts a matrix into parts of so many columns."""
+    return resolve(
+        Rules.operator.spec,
+        {"input": Tensor((rows, sum(columns)), dtype)},
+        attributes={"axis": 1},
+        outputs={f"y{index}": (rows, width) for index, width in enumerate(columns)},
+        tunables=tunables,
+    )
+
+
+def _matrix_call(
+    resolved: Resolved, x: np.ndarray, parts: Arrays
+) -> tuple[Resolved, Arrays, Arrays]:
+    columns = [part.shape[1] for part in parts]
+    dtype = resolved.inputs[0][1].dtype
+    return _matrix(len(x), columns, dtype, dict(resolved.tunables)), [x], parts
 
 
 _split = primitive.register(Rules)
