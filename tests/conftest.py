@@ -12,6 +12,7 @@ import pytest
 import jax_webgpu
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_num_cpu_devices", 8)  # for the meshes
 
 
 def pytest_configure(config):

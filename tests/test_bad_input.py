@@ -233,9 +233,9 @@ def test_interleaved(run):
         ),
         (
             "other-batch",
-            CACHES_BY_TOKEN | {"cos_cache": array(1, 5, 4), "sin_cache": array(1, 5, 4)},
+            CACHES_BY_TOKEN | {"cos_cache": array(3, 5, 4), "sin_cache": array(3, 5, 4)},
             ValueError,
-            [r"\bcos_cache\b", r"\(1, 5, 4\)", r"\(2, 5, 4\)"],
+            [r"\bcos_cache\b", r"\(3, 5, 4\)", r"\(2, 5, 4\)"],
         ),
         (
             "other-sequence",
