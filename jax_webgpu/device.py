@@ -359,11 +359,7 @@ class Device:
         held: list[Any],
     ) -> None:
         pipelines = [self._pipeline(each) for each in plan.passes]
-        buffers: dict[str, wgpu.GPUBuffer] = {}
-        for array in (*plan.inputs, *plan.outputs, *plan.intermediates):
-            size = self._bound_size(plan, array)
-            buffers[array.name] = self._pool.acquire(size, self._storage_usage, array.name)
-            held.append(buffers[array.name])
+        buffers = self._acquire(plan, held)
         queue = self._device.queue
         for array, data in zip(plan.inputs, inputs, strict=True):
             if data.size:
@@ -387,6 +383,80 @@ class Device:
         self._read_back(encoder, wanted, held)
         while held:
             self._pool.release(held.pop())
+
+    def measure(
+        self, plan: Plan, inputs: Sequence[np.ndarray], *, sets: int, runs: int, rounds: int
+    ) -> list[float]:
+        """The device's own time for a plan, by timestamps, in seconds a run.
+
+        Args:
+          plan: made for `capabilities`.
+          inputs: as for `run`.
+          sets: of buffers, taken in turn, so that no run finds its data in the cache.
+          runs: of the plan in one submission: a single one on an idle device reads far too long.
+          rounds: measured after one that is not.
+
+        Raises:
+          DeviceError: the device has no timestamps, or wgpu or the driver failed.
+        """
+        if "timestamp-query" not in self.capabilities.features:
+            raise DeviceError(f"{self.info.name} has no timestamp-query")
+        wgpu = _wgpu()
+        held: list[Any] = []
+        with self._lock:
+            pipelines = [self._pipeline(each) for each in plan.passes]
+            queries = self._device.create_query_set(type="timestamp", count=2)
+            ticks = self._device.create_buffer(
+                size=16, usage=wgpu.BufferUsage.QUERY_RESOLVE | wgpu.BufferUsage.COPY_SRC
+            )
+            try:
+                groups = []
+                for _ in range(sets):
+                    buffers = self._acquire(plan, held)
+                    for array, data in zip(plan.inputs, inputs, strict=True):
+                        self._device.queue.write_buffer(buffers[array.name], 0, _whole_words(data))
+                    self._device.queue.submit([])
+                    groups.append(
+                        [
+                            self._bind_group(each, layout, buffers)
+                            for each, (_, layout) in zip(plan.passes, pipelines, strict=True)
+                        ]
+                    )
+                times = []
+                for _ in range(1 + rounds):
+                    encoder = self._device.create_command_encoder(label=plan.label)
+                    compute = encoder.begin_compute_pass(
+                        timestamp_writes={
+                            "query_set": queries,
+                            "beginning_of_pass_write_index": 0,
+                            "end_of_pass_write_index": 1,
+                        }
+                    )
+                    for run in range(runs):
+                        for each, (pipeline, _), group in zip(
+                            plan.passes, pipelines, groups[run % sets], strict=True
+                        ):
+                            compute.set_pipeline(pipeline)
+                            compute.set_bind_group(0, group)
+                            compute.dispatch_workgroups(*each.workgroups)
+                    compute.end()
+                    encoder.resolve_query_set(queries, 0, 2, ticks, 0)
+                    self._device.queue.submit([encoder.finish()])
+                    begin, end = np.frombuffer(self._device.queue.read_buffer(ticks), np.uint64)
+                    times.append(float(end - begin) * 1e-9 / runs)
+                return times[1:]
+            finally:
+                for buffer in held:
+                    buffer.destroy()
+
+    def _acquire(self, plan: Plan, held: list[Any]) -> "dict[str, wgpu.GPUBuffer]":
+        """A buffer for each array of a plan; all are also put into `held`."""
+        buffers = {}
+        for array in (*plan.inputs, *plan.outputs, *plan.intermediates):
+            size = self._bound_size(plan, array)
+            buffers[array.name] = self._pool.acquire(size, self._storage_usage, array.name)
+            held.append(buffers[array.name])
+        return buffers
 
     def _read_back(
         self,

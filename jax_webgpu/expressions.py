@@ -6,12 +6,14 @@ manifest may reach Python: the only things that can be called are functions put 
 """
 
 import functools
+import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import lexer, nodes
 from jinja2.parser import Parser
 
 from jax_webgpu import values
@@ -21,6 +23,10 @@ from jax_webgpu.values import UNDEFINED, show, truthy
 
 Scope = Mapping[str, Any]
 Evaluator = Callable[[Scope], Any]
+
+
+# Deeper trees are refused, so that walking one never overflows Python's stack.
+MAX_DEPTH = 200
 
 
 @dataclass(frozen=True)
@@ -40,9 +46,9 @@ class Expression:
         return self.evaluator(scope)
 
     @functools.cached_property
-    def conjuncts(self) -> list["Expression"]:
+    def conjuncts(self) -> tuple["Expression", ...]:
         """The operands of the outermost `and`s, from left to right."""
-        return [_expression(node) for node in _conjuncts(self.node)]
+        return tuple(_expression(node) for node in _conjuncts(self.node))
 
     @property
     def name(self) -> str | None:
@@ -53,64 +59,71 @@ class Expression:
         """The expression beside the values that decided it, for a message."""
         text = f"`{self.text}`"
         match self.node:
-            case nodes.Compare(ops=[nodes.Operand(op="eq", expr=wanted)]):
-                left = attempt(_compiler.compile(self.node.expr), scope)
-                text += f": {left}, expected {attempt(_compiler.compile(wanted), scope)}"
+            case nodes.Compare(expr=left, ops=[nodes.Operand(op="eq", expr=right)]):
+                text += f": {_attempt(left, scope)}, expected {_attempt(right, scope)}"
         leaves = {source(leaf): leaf for leaf in _leaves(self.node)}
-        known = {name: attempt(_compiler.compile(leaf), scope) for name, leaf in leaves.items()}
-        if known:
-            text += " with " + ", ".join(f"{name} = {value}" for name, value in known.items())
+        if leaves:
+            known = (f"{name} = {_attempt(leaf, scope)}" for name, leaf in leaves.items())
+            text += f" with {', '.join(known)}"
         return text
-
-
-def attempt(evaluator: Evaluator, scope: Scope) -> str:
-    """The value as a message shows it, or why there is none."""
-    try:
-        return show(evaluator(scope))
-    except ExpressionError as error:
-        return f"an error ({error})"
 
 
 @functools.lru_cache(maxsize=16384)
 def parse(text: str) -> Expression:
     """Parses one expression; raises `ExpressionError` for what the format does not have."""
     try:
-        parser = Parser(_environment, text, state="variable")
+        parser = Parser(_environment, "")
+        parser.stream = lexer.TokenStream(_environment.lexer.wrap(_tokens(text)), None, None)
         node = parser.parse_expression()
         if not parser.stream.eos:
             raise ExpressionError(f"unexpected {parser.stream.current} in `{text}`")
         return _expression(node, text)
+    except ExpressionError:
+        raise
     except jinja2.TemplateSyntaxError as error:
         raise ExpressionError(f"{error.message} in `{text}`") from None
     except RecursionError:
         raise ExpressionError("the expression is nested too deeply") from None
+    except ValueError as error:  # a number of thousands of digits
+        raise ExpressionError(str(error)) from None
+
+
+# Jinja's own tokens, all in one pattern: Jinja tries them in turn, which takes longer than parsing.
+_TOKEN = re.compile(
+    rf"(?P<whitespace>{lexer.whitespace_re.pattern})"
+    rf"|(?P<float>(?ix:{lexer.float_re.pattern}))"
+    rf"|(?P<integer>(?ix:{lexer.integer_re.pattern}))"
+    r"|(?P<name>\w+)"
+    rf"|(?P<string>(?s:{lexer.string_re.pattern}))"
+    rf"|(?P<operator>{lexer.operator_re.pattern})"
+)
+
+
+def _tokens(text: str) -> Iterator[tuple[int, str, str]]:
+    """The tokens of an expression: line, kind and text of each."""
+    at = 0
+    for match in _TOKEN.finditer(text):
+        if match.start() > at:
+            break
+        at = match.end()
+        yield 1, str(match.lastgroup), match.group()
+    if at < len(text):
+        raise ExpressionError(f"unexpected {text[at]!r} in `{text}`")
 
 
 def _expression(node: nodes.Expr, text: str | None = None) -> Expression:
-    return Expression(
-        source(node) if text is None else text,
-        node,
-        _compiler.compile(node),
-        frozenset(required_names(node)),
-        frozenset(
-            attribute.attr
-            for attribute in [node, *node.find_all(nodes.Getattr)]
-            if isinstance(attribute, nodes.Getattr)
-            and isinstance(attribute.node, nodes.Name)
-            and attribute.node.name == "derive"
-        ),
-    )
+    compiler = Compiler()
+    evaluator = compiler.compile(node)
+    names, derived = frozenset(compiler.names), frozenset(compiler.derived)
+    return Expression(source(node) if text is None else text, node, evaluator, names, derived)
 
 
-def required_names(node: nodes.Node) -> Iterator[str]:
-    """Names read by `node`, without those that it only tests for being defined."""
-    match node:
-        case nodes.Test(name="defined" | "undefined", node=nodes.Name()):
-            return
-        case nodes.Name(ctx="load"):
-            yield node.name
-    for child in node.iter_child_nodes():
-        yield from required_names(child)
+def _attempt(node: nodes.Expr, scope: Scope) -> str:
+    """The value of an expression as a message shows it, or why there is none."""
+    try:
+        return show(Compiler().compile(node)(scope))
+    except ExpressionError as error:
+        return f"an error ({error})"
 
 
 def _conjuncts(node: nodes.Expr) -> Iterator[nodes.Expr]:
@@ -189,42 +202,52 @@ def _int(value: Any) -> int | float:
 
 
 def _join(value: Any, separator: Any = "") -> str:
-    parts = (values.to_text(element) for element in values.need_list(value, "join"))
-    return values.to_text(separator).join(parts)
+    return values.concatenated(values.need_list(value, "join"), values.to_text(separator))
 
 
-_FILTERS: dict[str, Callable[..., Any]] = {
-    "default": lambda value, other="": other if value is UNDEFINED else value,
-    "length": _length,
-    "int": _int,
-    "join": _join,
+# With the number of arguments that each takes at most.
+_FILTERS: dict[str, tuple[Callable[..., Any], int]] = {
+    "default": (lambda value, other="": other if value is UNDEFINED else value, 1),
+    "length": (_length, 0),
+    "int": (_int, 0),
+    "join": (_join, 1),
 }
 
 
 class Compiler:
-    """Compiles an expression node to a closure over the scope.
+    """Compiles expression nodes to closures over the scope, and notes what they read.
 
     `lenient` makes an unknown bare name undefined, as templates have it; otherwise it is an error.
     """
 
-    def __init__(self, lenient: bool):
+    def __init__(self, lenient: bool = False):
         self.lenient = lenient
+        self.names: set[str] = set()
+        """Bare names, without those that are only tested for being defined."""
+        self.derived: set[str] = set()
+        """The NAMEs of `derive.NAME`."""
+        self._depth = 0
 
     def compile(self, node: nodes.Node) -> Evaluator:
         """The closure; raises `ExpressionError` for a node that the format does not have."""
         make = getattr(self, f"_{type(node).__name__.lower()}", None)
         if make is None:
             raise ExpressionError(f"{type(node).__name__} is not in the manifest format")
+        self._depth += 1
+        if self._depth > MAX_DEPTH:
+            raise ExpressionError("the expression is nested too deeply")
         compiled: Evaluator = make(node)
+        self._depth -= 1
         return compiled
 
     def _const(self, node: nodes.Const) -> Evaluator:
         value = values.number(node.value) if values.is_number(node.value) else node.value
         return lambda scope: value
 
-    def _name(self, node: nodes.Name, maybe: bool = False) -> Evaluator:
+    def _name(self, node: nodes.Name) -> Evaluator:
         name = node.name
-        if self.lenient or maybe:
+        self.names.add(name)
+        if self.lenient:
             return lambda scope: scope.get(name, UNDEFINED)
 
         def load(scope: Scope) -> Any:
@@ -235,41 +258,50 @@ class Compiler:
 
         return load
 
-    def _maybe(self, node: nodes.Expr) -> Evaluator:
+    def optional(self, node: nodes.Expr) -> Evaluator:
         """As `compile`, for a place where a bare name may be missing."""
-        return self._name(node, True) if isinstance(node, nodes.Name) else self.compile(node)
+        if isinstance(node, nodes.Name):
+            return lambda scope: scope.get(node.name, UNDEFINED)
+        return self.compile(node)
+
+    def defaulted(self, node: nodes.Expr) -> Evaluator:
+        """As `compile`, for what the filter `default` is applied to."""
+        return self.compile(node)
 
     def _getattr(self, node: nodes.Getattr) -> Evaluator:
         of, key = self.compile(node.node), node.attr
+        if isinstance(node.node, nodes.Name) and node.node.name == "derive":
+            self.derived.add(key)
         return lambda scope: values.lookup(of(scope), key)
 
     def _getitem(self, node: nodes.Getitem) -> Evaluator:
+        if isinstance(node.arg, nodes.Slice):
+            return self._cut(node.node, node.arg)
+        if isinstance(node.arg, nodes.Const) and isinstance(node.arg.value, str):
+            return self._getattr(nodes.Getattr(node.node, node.arg.value, "load"))
         of, key = self.compile(node.node), self.compile(node.arg)
-        if not isinstance(node.arg, nodes.Slice):
-            return lambda scope: values.lookup(of(scope), key(scope))
+        return lambda scope: values.lookup(of(scope), key(scope))
+
+    def _cut(self, node: nodes.Expr, bounds: nodes.Slice) -> Evaluator:
+        of = self.compile(node)
+        parts = [
+            None if part is None else self.compile(part)
+            for part in (bounds.start, bounds.stop, bounds.step)
+        ]
 
         def cut(scope: Scope) -> Any:
             value = of(scope)
-            return (value if isinstance(value, str) else list(values.need_list(value, "a slice")))[
-                key(scope)
-            ]
-
-        return cut
-
-    def _slice(self, node: nodes.Slice) -> Evaluator:
-        parts = (node.start, node.stop, node.step)
-        bounds = [None if part is None else self.compile(part) for part in parts]
-
-        def make(scope: Scope) -> slice:
             start, stop, step = (
-                None if bound is None else values.need_integer(bound(scope), "a slice")
-                for bound in bounds
+                None if part is None else values.need_integer(part(scope), "a slice")
+                for part in parts
             )
             if step == 0:
                 raise ExpressionError("a slice cannot have the step 0")
-            return slice(start, stop, step)
+            if not isinstance(value, str):
+                value = list(values.need_list(value, "a slice"))
+            return value[start:stop:step]
 
-        return make
+        return cut
 
     def _call(self, node: nodes.Call) -> Evaluator:
         if node.dyn_args is not None or node.dyn_kwargs is not None:
@@ -294,21 +326,24 @@ class Compiler:
         return call
 
     def _filter(self, node: nodes.Filter) -> Evaluator:
-        if node.name not in _FILTERS or node.kwargs or node.node is None:
+        function, most = _FILTERS.get(node.name, (None, 0))
+        if function is None or node.node is None:
             raise ExpressionError(
                 f"filter {node.name} is not in the manifest format, which has {', '.join(_FILTERS)}"
             )
-        function = _FILTERS[node.name]
-        of = self._maybe(node.node) if node.name == "default" else self.compile(node.node)
+        if len(node.args) > most or node.kwargs or node.dyn_args or node.dyn_kwargs:
+            raise ExpressionError(f"filter {node.name} takes at most {most} arguments")
+        of = (self.defaulted if node.name == "default" else self.compile)(node.node)
         arguments = [self.compile(argument) for argument in node.args]
         return lambda scope: function(of(scope), *[argument(scope) for argument in arguments])
 
     def _test(self, node: nodes.Test) -> Evaluator:
-        if node.name not in _TESTS or node.args or node.kwargs:
+        if node.name not in _TESTS or node.args or node.kwargs or node.dyn_args or node.dyn_kwargs:
             raise ExpressionError(
                 f"test {node.name} is not in the manifest format, which has {', '.join(_TESTS)}"
             )
-        test, of = _TESTS[node.name], self._maybe(node.node)
+        test = _TESTS[node.name]
+        of = (self.optional if node.name in ("defined", "undefined") else self.compile)(node.node)
         return lambda scope: test(of(scope))
 
     def _and(self, node: nodes.And) -> Evaluator:
@@ -365,7 +400,7 @@ class Compiler:
 
     def _concat(self, node: nodes.Concat) -> Evaluator:
         parts = [self.compile(part) for part in node.nodes]
-        return lambda scope: "".join([values.to_text(part(scope)) for part in parts])
+        return lambda scope: values.concatenated(part(scope) for part in parts)
 
     def _condexpr(self, node: nodes.CondExpr) -> Evaluator:
         test, then = self.compile(node.test), self.compile(node.expr1)
@@ -385,7 +420,6 @@ class Compiler:
 
 # The environment only parses. Its optimiser would fold constants by Python's rules.
 _environment = jinja2.Environment(optimized=False)
-_compiler = Compiler(lenient=False)
 
 
 # ---- source -------------------------------------------------------------------------------------
@@ -411,17 +445,24 @@ _COMPARED = {
 }
 
 
-def source(node: nodes.Node, above: int = 0) -> str:
+def source(node: nodes.Node, above: float = 0) -> str:
     """Writes an expression node back as text; `above` is the precedence of what surrounds it."""
     text, precedence = _source(node)
     return f"({text})" if precedence < above else text
 
 
-def _source(node: nodes.Node) -> tuple[str, int]:
+def _literal(value: Any) -> str:
+    if isinstance(value, str):
+        return values.quoted(value)
+    if values.is_number(value):
+        value = values.number(value)
+    return show(value) if value != math.inf else "1e999"
+
+
+def _source(node: nodes.Node) -> tuple[str, float]:
     match node:
         case nodes.Const():
-            value = node.value
-            return show(values.number(value) if values.is_number(value) else value), 9
+            return _literal(node.value), 9
         case nodes.Name():
             return node.name, 9
         case nodes.Getattr():
@@ -437,7 +478,7 @@ def _source(node: nodes.Node) -> tuple[str, int]:
             return f"{source(node.node, 9)}({', '.join(arguments)})", 9
         case nodes.Filter():
             inside = f"({', '.join(map(source, node.args))})" if node.args else ""
-            return f"{source(node.node, 9) if node.node else ''}|{node.name}{inside}", 8
+            return f"{source(node.node, 8) if node.node else ''}|{node.name}{inside}", 8
         case nodes.Test():
             return f"{source(node.node, 8)} is {node.name}", 4
         case nodes.Not():
@@ -452,10 +493,14 @@ def _source(node: nodes.Node) -> tuple[str, int]:
             left, right = source(node.left, precedence), source(node.right, precedence + 1)
             return f"{left} {word} {right}", precedence
         case nodes.Neg() | nodes.Pos():
-            return f"{'-' if isinstance(node, nodes.Neg) else '+'}{source(node.node, 8)}", 8
+            # A filter takes the sign with what it is applied to.
+            return f"{'-' if isinstance(node, nodes.Neg) else '+'}{source(node.node, 8.5)}", 8.5
         case nodes.CondExpr():
+            then = source(node.expr1, 1)
+            if re.search(r" is \w+$", then):  # Jinja would take the `if` for the test's argument
+                then = f"({then})"
             tail = "" if node.expr2 is None else f" else {source(node.expr2)}"
-            return f"{source(node.expr1, 1)} if {source(node.test, 1)}{tail}", 0
+            return f"{then} if {source(node.test, 1)}{tail}", 0
         case nodes.List() | nodes.Tuple():
             return f"[{', '.join(map(source, node.items))}]", 9
         case nodes.Dict():

@@ -12,19 +12,18 @@ from typing import Any
 from jax_webgpu import dtypes
 from jax_webgpu.errors import ExpressionError
 from jax_webgpu.values import (
+    MAX_LIST,
     UNDEFINED,
     divide,
     is_sequence,
     need_integer,
     need_list,
     need_number,
+    need_text,
     number,
     show,
     truthy,
 )
-
-# A manifest must not be able to ask for unbounded memory.
-MAX_LIST = 1 << 16
 
 
 def _rounded(value: Any, what: str, rounding: Callable[[float], int]) -> int | float:
@@ -41,26 +40,36 @@ def floor(x: Any) -> int | float:
 
 
 def ceil_div(a: Any, b: Any) -> int | float:
+    a, b = need_number(a, "ceilDiv"), need_number(b, "ceilDiv")
     if isinstance(a, int) and isinstance(b, int) and b != 0:
         return -(-a // b)
     return ceil(divide(a, b))
 
 
+def _numbers(values: tuple[Any, ...], what: str) -> list[int | float]:
+    """The numbers; NaN alone where one is NaN."""
+    numbers = [need_number(value, what) for value in values]
+    return [math.nan] if any(map(math.isnan, numbers)) else numbers
+
+
 def minimum(*values: Any) -> int | float:
-    return min((need_number(value, "min") for value in values), default=math.inf)
+    return min(_numbers(values, "min"), default=math.inf)
 
 
 def maximum(*values: Any) -> int | float:
-    return max((need_number(value, "max") for value in values), default=-math.inf)
+    return max(_numbers(values, "max"), default=-math.inf)
 
 
 def power(base: Any, exponent: Any) -> int | float:
-    try:
-        return number(math.pow(need_number(base, "pow"), need_number(exponent, "pow")))
-    except OverflowError:
-        return math.inf
-    except ValueError:
+    base, exponent = need_number(base, "pow"), need_number(exponent, "pow")
+    if abs(base) == 1 and not math.isfinite(exponent):
         return math.nan
+    try:
+        return number(math.pow(base, exponent))
+    except OverflowError:
+        return -math.inf if base < 0 and exponent % 2 else math.inf
+    except ValueError:
+        return math.inf if base == 0 else math.nan
 
 
 def log2ceil(x: Any) -> int:
@@ -209,35 +218,38 @@ def axis_value(values: Any, axes: Any, axis: Any, rank: Any, default: Any) -> An
 def is_unique_int_list(values: Any, low: Any, high: Any, modulus: Any = 0) -> bool:
     if not is_sequence(values):
         return False
+    low, high = need_number(low, "isUniqueIntList"), need_number(high, "isUniqueIntList")
+    modulus = need_integer(modulus, "isUniqueIntList")
     if any(isinstance(v, bool) or not isinstance(v, int) or not low <= v <= high for v in values):
         return False
     return len({v % modulus if modulus else v for v in values}) == len(values)
 
 
 def has(container: Any, key: Any) -> bool:
-    return isinstance(container, Mapping) and key in container
+    return isinstance(container, Mapping) and isinstance(key, str) and key in container
 
 
 def dtype_bytes(name: Any) -> int:
-    if name in dtypes.TABLE:
+    if isinstance(name, str) and name in dtypes.TABLE:
         return dtypes.TABLE[name].bytes
     try:
-        return dtypes.wgsl_bytes(name)
-    except (ValueError, TypeError, AttributeError):
+        return dtypes.wgsl_bytes(need_text(name, "dtypeBytes"))
+    except ValueError:
         raise ExpressionError(f"dtypeBytes: {show(name)} is no data type") from None
 
 
 def onnx_dtype_code(name: Any) -> int:
-    if name not in dtypes.ONNX_CODES:
+    if need_text(name, "onnxDtypeCode") not in dtypes.ONNX_CODES:
         raise ExpressionError(f"onnxDtypeCode: {show(name)} is no ONNX data type")
     return dtypes.ONNX_CODES[name]
 
 
 def pick(cases: Any, default: Any) -> Any:
     for case in need_list(cases, "pick"):
-        condition, value = need_list(case, "pick")
-        if truthy(condition):
-            return value
+        if len(need_list(case, "pick")) != 2:
+            raise ExpressionError(f"pick takes pairs of condition and value, got {show(case)}")
+        if truthy(case[0]):
+            return case[1]
     return default
 
 

@@ -15,13 +15,25 @@ from typing import Any
 from jax_webgpu import dtypes, variants
 from jax_webgpu.capabilities import Capabilities
 from jax_webgpu.errors import CallError, ExpressionError, LimitError
+from jax_webgpu.helpers import ceil_div
 from jax_webgpu.resolve import DISPATCH_FOLD_WIDTH, Resolved, Tensor, extend
-from jax_webgpu.spec import Binding, Dispatch, Pass, Port, Repeat, StructField, evaluate, whole
+from jax_webgpu.spec import (
+    Binding,
+    Dispatch,
+    Pass,
+    Repeat,
+    StructField,
+    evaluate,
+    sizes,
+    whole,
+)
 from jax_webgpu.templates import Template
 from jax_webgpu.values import UNDEFINED, is_number, show
 
 # More passes than this are a mistake of a repeat count.
 MAX_PASSES = 4096
+
+_U32 = 2**32
 
 
 @dataclass(frozen=True)
@@ -111,13 +123,15 @@ def make(resolved: Resolved, capabilities: Capabilities) -> Plan:
     where = f"{spec.name}.{variant.id}"
     try:
         names = extend(names, variant.derive)
-        bound = dict(resolved.inputs + resolved.outputs)
         ports = {**spec.inputs, **spec.outputs}
-        arrays = {name: _port_buffer(resolved, ports[name], bound[name]) for name in bound}
+        arrays = {
+            name: Buffer(name, tensor, resolved.storage(ports[name]), ports[name].narrowing)
+            for name, tensor in resolved.inputs + resolved.outputs
+        }
         scratch = tuple(
             Buffer(
                 each.id,
-                Tensor(_shape(evaluate(each.shape, names), each.id), each.dtype),
+                Tensor(sizes(each.shape, names, each.id), each.dtype),
                 dtypes.TABLE[each.dtype],
                 zero_init=each.zero_init,
             )
@@ -168,7 +182,7 @@ def render(
     wgsl = {"resourceDeclarations": declarations(bindings)}
     env = {"wgsl": wgsl, "device": names["device"]}
     text = template.render({**names, "env": env}, strict=strict)
-    code = re.sub(r"//[^\n]*", "", text)
+    code = re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.DOTALL)
     if re.search(r"\bf16\b", code) and not re.search(r"\benable\b[^;]*\bf16\b", code):
         text = "enable f16;\n" + text
     return text
@@ -181,9 +195,9 @@ def _unrolled(
         if isinstance(entry, Pass):
             yield entry, names
             continue
-        count = whole(evaluate(entry.count, names))
-        if count is None or not 0 <= count <= MAX_PASSES:
-            raise ExpressionError(f"{entry.id}: the repeat count comes out as {count}")
+        count = _whole(evaluate(entry.count, names), f"{entry.id}: the repeat count")
+        if count > MAX_PASSES:
+            raise ExpressionError(f"{entry.id}: more than {MAX_PASSES} passes")
         for index in range(count):
             inside = {
                 **names,
@@ -214,41 +228,33 @@ def _pass(
 
 
 def _workgroups(dispatch: Dispatch, names: dict[str, Any]) -> tuple[int, int, int]:
-    def count(value: Any, what: str) -> int:
-        result = whole(evaluate(value, names))
-        if result is None or result < 0:
-            raise ExpressionError(f"dispatch.{what} comes out as {show(evaluate(value, names))}")
-        return result
-
     if dispatch.x is not None:
-        return count(dispatch.x, "x"), count(dispatch.y, "y"), count(dispatch.z, "z")
+        x, y, z = (evaluate(value, names) for value in (dispatch.x, dispatch.y, dispatch.z))
+        return _whole(x, "dispatch.x"), _whole(y, "dispatch.y"), _whole(z, "dispatch.z")
     if dispatch.workgroups is not None:
-        groups = count(dispatch.workgroups, "workgroups")
+        groups = _whole(evaluate(dispatch.workgroups, names), "dispatch.workgroups")
     else:
-        size = count(dispatch.workgroup_size, "workgroupSize")
-        if size == 0:
-            raise ExpressionError("dispatch.workgroupSize comes out as 0")
-        groups = -(-count(dispatch.threads, "threads") // size)
+        threads = evaluate(dispatch.threads, names)
+        size = _whole(evaluate(dispatch.workgroup_size, names), "dispatch.workgroupSize")
+        groups = _whole(ceil_div(threads, size), "dispatch.threads / workgroupSize")
     return min(groups, DISPATCH_FOLD_WIDTH), -(-groups // DISPATCH_FOLD_WIDTH), 1
 
 
-def _port_buffer(resolved: Resolved, port: Port, tensor: Tensor) -> Buffer:
-    return Buffer(port.name, tensor, resolved.storage(port), port.narrowing)
-
-
-def _shape(value: Any, name: str) -> tuple[int, ...]:
-    sizes = [whole(size) for size in value] if isinstance(value, list | tuple) else [None]
-    if any(size is None or size < 0 for size in sizes):
-        raise ExpressionError(f"the shape of {name} comes out as {show(value)}")
-    return tuple(size for size in sizes if size is not None)
+def _whole(value: Any, what: str, least: int = 0) -> int:
+    """An exact whole number, never one that was rounded."""
+    result = whole(value)
+    if result is None or result < least:
+        raise ExpressionError(f"{what} comes out as {show(value)}")
+    return result
 
 
 def _bind(
     resolved: Resolved, binding: Binding, names: dict[str, Any], arrays: dict[str, Buffer]
 ) -> Bound:
-    if binding.struct:
+    if binding.struct is not None:
         fields = [_field(each, names) for each in binding.struct]
-        fields += [(f"_pad{index}", "u32", 0) for index in range(-len(fields) % 4)]
+        padding = -len(fields) % 4 if fields else 4
+        fields += [(f"_pad{index}", "u32", 0) for index in range(padding)]
         data = b"".join(_packed(*each) for each in fields)
         kind = binding.buffer or "uniform"
         return Bound(binding.name, kind, binding.struct_name, "", len(data), data, tuple(fields))
@@ -260,12 +266,15 @@ def _bind(
         least = dtypes.wgsl_bytes(element)
     except ValueError as error:
         raise ExpressionError(f"the binding {binding.name}: {error}") from None
+    if array.size // least > _U32:
+        raise LimitError(
+            f"{array.name} has {array.size // least:,} elements of {element}; WGSL counts them in "
+            f"u32, up to {_U32:,}"
+        )
     read_only = binding.source in spec.inputs and binding.source not in spec.outputs
     type_ = f"array<{element}>"
     if binding.length is not None:
-        length = whole(evaluate(binding.length, names))
-        if length is None or length < 1:
-            raise ExpressionError(f"the length of {binding.name} comes out as {length}")
+        length = _whole(evaluate(binding.length, names), f"the length of {binding.name}", 1)
         type_, least = f"array<{element}, {length}>", least * length
     return Bound(
         name=binding.name,

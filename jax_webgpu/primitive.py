@@ -335,9 +335,10 @@ def _require_cpu_backend() -> None:
     try:
         jax.local_devices(backend="cpu")
     except RuntimeError as error:
+        now = getattr(jax.config, "jax_platforms", None)  # `read` refuses this one
         raise CallError(
             "jax.pure_callback needs JAX's CPU platform beside the accelerator's: add cpu to "
-            f"JAX_PLATFORMS, now {jax.config.read('jax_platforms')!r}"
+            f"JAX_PLATFORMS, now {now!r}"
         ) from error
 
 

@@ -4,7 +4,7 @@ Names are bound, defaults filled in and output shapes and dtypes worked out. No 
 """
 
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,8 +13,8 @@ from jax_webgpu.capabilities import IDEAL, Capabilities
 from jax_webgpu.errors import CallError, ExpressionError
 from jax_webgpu.expressions import Expression
 from jax_webgpu.helpers import HELPERS
-from jax_webgpu.spec import Port, Spec, Value, evaluate, whole
-from jax_webgpu.values import UNDEFINED
+from jax_webgpu.spec import Port, Spec, Value, evaluate, sizes
+from jax_webgpu.values import UNDEFINED, is_number, number, show
 
 DISPATCH_FOLD_WIDTH = 65535
 
@@ -124,7 +124,8 @@ def scope(resolved: Resolved, capabilities: Capabilities) -> dict[str, Any]:
     wgsl, logical = dict[str, str](), dict[str, str]()
     for variable, dtype in resolved.logical:
         wgsl[variable], logical[variable] = dtypes.TABLE[dtype].wgsl, dtype
-    for name in bound:
+    # A type that some port stores narrower has that port's scalar.
+    for name in sorted(bound, key=lambda name: ports[name].storage is not None):
         wgsl[ports[name].dtype] = storage[name].wgsl
         logical.setdefault(ports[name].dtype, bound[name].dtype)
     args = dict(resolved.args)
@@ -162,9 +163,7 @@ def extend(scope: dict[str, Any], derive: Iterable[tuple[str, Value]]) -> dict[s
 
 
 def _bound(spec: Spec, inputs: Mapping[str, Tensor | None]) -> tuple[tuple[str, Tensor], ...]:
-    for name in inputs:
-        if name not in spec.inputs:
-            raise CallError(f"{spec.name} has no input {name}; it has {', '.join(spec.inputs)}")
+    _known(spec, "input", inputs, spec.inputs)
     bound = []
     for name, port in spec.inputs.items():
         tensor = inputs.get(name)
@@ -195,33 +194,50 @@ def _types(spec: Spec, bound: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
     return types
 
 
-def _attributes(spec: Spec, given: Mapping[str, Any]) -> Pairs:
+def _known(spec: Spec, what: str, given: Iterable[str], known: Collection[str]) -> None:
+    """Raises where a name is given that the operator does not have."""
     for name in given:
-        if name not in spec.attributes:
-            known = ", ".join(spec.attributes) or "none"
-            raise CallError(f"{spec.name} has no attribute {name}; it has {known}")
+        if name not in known:
+            has = ", ".join(known) or "none"
+            raise CallError(f"{spec.name} has no {what} {name}; it has {has}")
+
+
+def _attributes(spec: Spec, given: Mapping[str, Any]) -> Pairs:
+    _known(spec, "attribute", given, spec.attributes)
     result = []
     for name, attribute in spec.attributes.items():
         value = given.get(name)
-        value = attribute.default if value is None else _frozen(value)
+        value = attribute.default if value is None else _plain(spec, name, value)
         if value is UNDEFINED:
             if attribute.required:
                 raise CallError(f"{spec.name}: the attribute {name} is missing")
             continue
+        if isinstance(value, bool) and not isinstance(attribute.default, bool):
+            value = int(value)  # equal to it, so it must also print the same
         if attribute.values is not None and _rounded(value) not in map(_rounded, attribute.values):
-            allowed = ", ".join(map(str, attribute.values))
-            raise CallError(f"{spec.name}: {name} is {value}; expected one of {allowed}")
+            allowed = ", ".join(map(show, attribute.values))
+            raise CallError(f"{spec.name}: {name} is {show(value)}; expected one of {allowed}")
         result.append((name, value))
     return tuple(result)
 
 
-def _frozen(value: Any) -> Any:
-    return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else value
+def _plain(spec: Spec, name: str, value: Any) -> Any:
+    """A value of the format, which has no other numbers than doubles; lists become tuples."""
+    if isinstance(value, list | tuple):
+        return tuple(_plain(spec, name, element) for element in value)
+    if is_number(value):
+        return number(value)
+    if not isinstance(value, bool | str):
+        kind = type(value).__name__
+        raise CallError(f"{spec.name}: {name} is a {kind}; expected a number, a string or a list")
+    return value
 
 
 def _rounded(value: Any) -> Any:
     """Numbers are compared after rounding to f32."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, tuple):
+        return tuple(map(_rounded, value))
+    if not is_number(value):
         return value
     try:
         return struct.unpack("f", struct.pack("f", value))[0]
@@ -239,11 +255,7 @@ _KINDS: dict[str, type | tuple[type, ...]] = {
 
 
 def _args(spec: Spec, given: Mapping[str, Any]) -> Pairs:
-    for name in given:
-        if name not in spec.args:
-            raise CallError(
-                f"{spec.name} has no argument {name}; it has {', '.join(spec.args) or 'none'}"
-            )
+    _known(spec, "argument", given, spec.args)
     result = []
     for name, argument in spec.args.items():
         value = given.get(name)
@@ -251,23 +263,33 @@ def _args(spec: Spec, given: Mapping[str, Any]) -> Pairs:
             if argument.required:
                 raise CallError(f"{spec.name}: the argument {name} is missing")
             continue
+        value = _plain(spec, name, value)
         wanted = _KINDS[argument.kind]
         if not isinstance(value, wanted) or (isinstance(value, bool) and argument.kind != "bool"):
-            raise CallError(f"{spec.name}: {name} is {value!r}; expected {argument.kind}")
+            raise CallError(f"{spec.name}: {name} is {show(value)}; expected {argument.kind}")
         if argument.one_of and value not in argument.one_of:
-            allowed = ", ".join(map(str, argument.one_of))
-            raise CallError(f"{spec.name}: {name} is {value!r}; expected one of {allowed}")
+            allowed = ", ".join(map(show, argument.one_of))
+            raise CallError(f"{spec.name}: {name} is {show(value)}; expected one of {allowed}")
         result.append((name, value))
     return tuple(result)
 
 
 def _tunables(spec: Spec, given: Mapping[str, Any]) -> Pairs:
-    known = set(spec.tunables).union(*(dict(variant.tunables) for variant in spec.variants))
-    for name in given:
-        if name not in known:
-            has = ", ".join(sorted(known)) or "none"
-            raise CallError(f"{spec.name} has no tunable {name}; it has {has}")
-    return tuple(sorted(given.items()))
+    defaults = dict(spec.tunables)
+    for variant in spec.variants:
+        defaults |= dict(variant.tunables)
+    _known(spec, "tunable", given, sorted(defaults))
+    result = []
+    for name, value in sorted(given.items()):
+        value, default = _plain(spec, name, value), defaults[name]
+        if _kind(value) != _kind(default):
+            raise CallError(f"{spec.name}: {name} is {show(value)}; expected a {_kind(default)}")
+        result.append((name, value))
+    return tuple(result)
+
+
+def _kind(value: Any) -> str:
+    return "number" if is_number(value) else "string" if isinstance(value, str) else "boolean"
 
 
 def _outputs(
@@ -276,9 +298,7 @@ def _outputs(
     spec = resolved.spec
     if asked is None:
         asked = {name: None for name, port in spec.outputs.items() if not port.optional}
-    for name in asked:
-        if name not in spec.outputs:
-            raise CallError(f"{spec.name} has no output {name}; it has {', '.join(spec.outputs)}")
+    _known(spec, "output", asked, spec.outputs)
     outputs = []
     for name, port in spec.outputs.items():
         if name not in asked:
@@ -288,8 +308,7 @@ def _outputs(
         shape = asked[name]
         if shape is None and port.shape is None:
             raise CallError(f"{spec.name}: the manifest states no shape for {name}; one is needed")
-        sizes = _shape_of(resolved, port) if shape is None else tuple(shape)
-        outputs.append((name, Tensor(sizes, _output_dtype(resolved, port))))
+        outputs.append((name, Tensor(_shape(resolved, port, shape), _output_dtype(resolved, port))))
     return tuple(outputs)
 
 
@@ -301,22 +320,21 @@ def _output_dtype(resolved: Resolved, port: Port) -> str:
     return bound or allowed[0]
 
 
-def _shape_of(resolved: Resolved, port: Port) -> tuple[int, ...]:
-    """The manifest's shape. Only what it reads is derived: the rest may need the outputs."""
+def _shape(resolved: Resolved, port: Port, given: Iterable[int] | None) -> tuple[int, ...]:
+    """The caller's shape, else the manifest's."""
     derive = resolved.spec.derive
-    needed = _reads(port.shape)
-    for name in reversed(list(derive)):
-        if name in needed:
-            needed |= _reads(derive[name])
     try:
+        if given is not None:
+            return sizes(tuple(given), {}, port.name)
+        # Only what the shape reads is derived: the rest may need the outputs.
+        needed = _reads(port.shape)
+        for name in reversed(list(derive)):
+            if name in needed:
+                needed |= _reads(derive[name])
         names = extend(scope(resolved, IDEAL), ((n, v) for n, v in derive.items() if n in needed))
-        sizes = evaluate(port.shape, names)
+        return sizes(port.shape, names, port.name)
     except ExpressionError as error:
-        raise CallError(f"{resolved.spec.name}: the shape of {port.name}: {error}") from None
-    shape = [whole(size) for size in sizes] if isinstance(sizes, list | tuple) else [None]
-    if any(size is None or size < 0 for size in shape):
-        raise CallError(f"{resolved.spec.name}: the shape of {port.name} comes out as {sizes}")
-    return tuple(size for size in shape if size is not None)
+        raise CallError(f"{resolved.spec.name}: {error}") from None
 
 
 def _reads(value: Value) -> set[str]:

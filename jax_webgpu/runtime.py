@@ -49,7 +49,10 @@ class Operator:
     @property
     def spec(self) -> Spec:
         """The manifest, loaded once."""
-        return _load(resources.specs() / self.manifest, resources.shaders())
+        manifest = resources.specs() / self.manifest
+        overlay = manifest.with_suffix(".overlay.json")
+        import os
+        return _load(manifest, resources.shaders(), overlay if os.environ.get("OVERLAY") else None)
 
     def plan(self, resolved: Resolved, capabilities: Capabilities) -> plan.Plan:
         """The plan of a call for a device; see `plan.make`."""
@@ -59,8 +62,8 @@ class Operator:
 
 
 @functools.cache
-def _load(manifest: Path, shaders: Path) -> Spec:
-    return spec.load(manifest, shaders)
+def _load(manifest: Path, shaders: Path, overlay: Path | None) -> Spec:
+    return spec.load(manifest, shaders, overlay)
 
 
 def run(

@@ -4,20 +4,22 @@ Nothing here knows an operator. Every error gives the file and the JSON path. Th
 published WebGPU-kernel manifest's, spec 2.1.
 """
 
+import functools
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from jax_webgpu import dtypes, expressions, templates
 from jax_webgpu.errors import ExpressionError, SpecError
 from jax_webgpu.expressions import Expression
 from jax_webgpu.helpers import HELPERS
 from jax_webgpu.templates import Template
-from jax_webgpu.values import UNDEFINED
+from jax_webgpu.values import UNDEFINED, is_number, is_sequence, number, show
 
 SCOPE_NAMES = frozenset(
     "derive DISPATCH_FOLD_WIDTH dtypes logicalDtypes tensorDtypes ranks shapes present args attrs "
@@ -87,7 +89,7 @@ class Binding:
     buffer: str | None
     element_type: str | None
     length: Value | None
-    struct: tuple[StructField, ...]
+    struct: tuple[StructField, ...] | None
     struct_name: str
 
 
@@ -192,52 +194,137 @@ class Spec:
         return next(variant for variant in self.variants if variant.id == id)
 
 
-def load(manifest: Path, shaders: Path | None = None) -> Spec:
+def load(manifest: Path, shaders: Path | None = None, overlay: Path | None = None) -> Spec:
     """Loads a manifest and the templates it names.
 
     Args:
       manifest: the JSON file.
       shaders: the folder of the templates, by default the manifest's own.
+      overlay: a file in the same format whose variants, derived values, bindings and tunables
+        join the manifest's.
 
     Raises:
       SpecError: the file is not in the format; the message gives file and JSON path.
     """
     try:
         data = manifest.read_bytes()
+        extra = overlay.read_bytes() if overlay else b"{}"
     except OSError as error:
-        raise SpecError(f"{manifest}: {error.strerror or error}") from None
-    return loads(data, manifest, shaders or manifest.parent)
+        raise SpecError(f"{error.filename}: {error.strerror or error}") from None
+    return loads(data, manifest, shaders or manifest.parent, extra)
 
 
-def loads(data: bytes, manifest: Path, shaders: Path) -> Spec:
-    """As `load`, from the manifest's bytes; `manifest` is only the name in messages."""
+def loads(data: bytes, manifest: Path, shaders: Path, overlay: bytes = b"{}") -> Spec:
+    """As `load`, from the files' bytes; `manifest` is only the name in messages."""
     try:
-        document = json.loads(data, object_pairs_hook=_members, parse_constant=_constant)
-    except (ValueError, RecursionError) as error:
+        root = _Node(_overlaid(_document(data), _document(overlay)), manifest)
+        data += overlay
+        for flaw in _flaws(root):
+            raise flaw.fail(flaw.value.text)
+        return _Reader(data, manifest, shaders).spec(root)
+    except SpecError:
+        raise
+    except ValueError as error:  # not JSON: the text gives line and column
         raise SpecError(f"{manifest}: {error}") from None
-    return _Reader(data, manifest, shaders).spec(_Node(document, "$", manifest))
+    except RecursionError:
+        raise SpecError(f"{manifest}: $: nested too deeply") from None
+
+
+def _overlaid(document: Any, overlay: Any) -> Any:
+    """A manifest's document with an overlay's: more members, and more variants behind its own."""
+    if not overlay or not isinstance(document, dict):
+        return document
+    result = dict(document)
+    for key, value in overlay.items():
+        own = document.get(key)
+        if isinstance(value, dict) and isinstance(own, dict):
+            result[key] = {**own, **value}
+            for name in own.keys() & value.keys():
+                result[key][name] = _Flaw(f"{name!r} is in the manifest and in its overlay")
+        elif isinstance(value, list) and isinstance(own, list):
+            result[key] = [*own, *value]
+        elif own is None or own == value:
+            result[key] = value
+        else:
+            result[key] = _Flaw("the manifest and its overlay differ")
+    return result
+
+
+@dataclass(frozen=True)
+class _Flaw:
+    """Stands for a value that JSON's grammar would let pass, or almost."""
+
+    text: str
+
+
+def _document(data: bytes) -> Any:
+    """The JSON value, its numbers as the format has them, with a `_Flaw` for what is not JSON."""
+    return json.loads(
+        data,
+        object_pairs_hook=_members,
+        parse_constant=lambda name: _Flaw(f"{name} is not JSON"),
+        parse_float=lambda text: number(float(text)),
+        parse_int=lambda text: number(int(text)),
+    )
 
 
 def _members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) < len(pairs):
         names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the key {twice!r} stands twice in one object")
+        for name in result:
+            if names.count(name) > 1:
+                result[name] = _Flaw(f"the key {name!r} stands twice in one object")
     return result
 
 
-def _constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
+def _flaws(node: "_Node") -> "Iterator[_Node]":
+    match node.value:
+        case _Flaw():
+            yield node
+        case dict():
+            for key, value in node.value.items():
+                if isinstance(value, dict | list | _Flaw):
+                    yield from _flaws(node.inside(f".{key}", value))
+        case list():
+            for index, value in enumerate(node.value):
+                if isinstance(value, dict | list | _Flaw):
+                    yield from _flaws(node.inside(f"[{index}]", value))
 
 
-@dataclass(frozen=True)
+T = TypeVar("T")
+D = TypeVar("D")
+
+
+class _Object(dict[str, "_Node"]):
+    """The members of a JSON object."""
+
+    def read(self, key: str, how: Callable[["_Node"], T], default: D) -> T | D:
+        """A member read by a method of `_Node`, or `default` where there is none."""
+        return how(self[key]) if key in self else default
+
+    def elements(self, key: str) -> list["_Node"]:
+        return self.read(key, _Node.elements, [])
+
+    def members(self, key: str) -> "_Object":
+        return self.read(key, _Node.members, _Object())
+
+
+@dataclass(slots=True)
 class _Node:
     """A JSON value that knows where it stands."""
 
     value: Any
-    path: str
     file: Path
+    key: str = "$"
+    parent: "_Node | None" = None
+
+    @property
+    def path(self) -> str:
+        return (self.parent.path if self.parent else "") + self.key
+
+    def inside(self, key: str, value: Any) -> "_Node":
+        return _Node(value, self.file, key, self)
 
     def fail(self, message: str) -> SpecError:
         return SpecError(f"{self.file}: {self.path}: {message}")
@@ -247,31 +334,31 @@ class _Node:
         found = kind.get(type(self.value), "null" if self.value is None else "a number")
         return self.fail(f"expected {expected}, got {found}")
 
-    def object(self, *keys: str) -> dict[str, "_Node"]:
-        """The members of an object that has no others than `keys`."""
+    def object(self, needed: str, others: str = "") -> _Object:
+        """The members of an object that has all of the `needed` keys, and at most the `others`."""
         members = self.members()
-        for key, node in members.items():
-            if key not in keys:
-                raise node.fail(f"unknown key {key!r}; known here: {', '.join(sorted(keys))}")
+        known = _words(needed) | _words(others)
+        if not members.keys() <= known:
+            key, node = next(item for item in members.items() if item[0] not in known)
+            raise node.fail(f"unknown key {key!r}; known here: {', '.join(sorted(known))}")
+        for key in sorted(_words(needed) - members.keys()):
+            raise self.fail(f"the key {key!r} is missing")
         return members
 
-    def members(self) -> dict[str, "_Node"]:
+    def members(self) -> _Object:
         """The members of an object, whatever their names."""
         if not isinstance(self.value, dict):
             raise self.wrong("an object")
-        return {
-            key: _Node(value, f"{self.path}.{key}", self.file)
+        return _Object(
+            (key, self.inside(f".{key}", value))
             for key, value in self.value.items()
             if key != "$comment"
-        }
+        )
 
     def elements(self) -> list["_Node"]:
         if not isinstance(self.value, list):
             raise self.wrong("a list")
-        return [
-            _Node(value, f"{self.path}[{index}]", self.file)
-            for index, value in enumerate(self.value)
-        ]
+        return [self.inside(f"[{index}]", value) for index, value in enumerate(self.value)]
 
     def text(self, *choices: str) -> str:
         if not isinstance(self.value, str):
@@ -286,7 +373,7 @@ class _Node:
         return self.value
 
     def number(self) -> float:
-        if isinstance(self.value, bool) or not isinstance(self.value, int | float):
+        if not is_number(self.value):
             raise self.wrong("a number")
         return self.value
 
@@ -296,28 +383,28 @@ class _Node:
         return self.value
 
     def scalar(self) -> Any:
-        if isinstance(self.value, dict | list):
-            raise self.wrong("a scalar")
+        if not isinstance(self.value, str | bool | int | float):
+            raise self.wrong("a number, a string or a boolean")
         return self.value
 
     def plain(self) -> Any:
         """A value without expressions: lists become tuples."""
         if isinstance(self.value, list):
             return tuple(element.plain() for element in self.elements())
-        return self.scalar()
+        return None if self.value is None else self.scalar()
 
-    def expression(self, names: frozenset[str]) -> Expression:
-        """Parses the text; `names` are those in scope besides the format's own."""
+    def expression(self, names: frozenset[str] | None) -> Expression:
+        """Parses the text; `names` are those in scope besides the format's own, None for any."""
         try:
             parsed = expressions.parse(self.text())
         except ExpressionError as error:
             raise self.fail(str(error)) from None
-        unknown = sorted(parsed.names - SCOPE_NAMES - names)
+        unknown = parsed.names - SCOPE_NAMES - names if names is not None else ()
         if unknown:
-            raise self.fail(f"unknown name {', '.join(unknown)} in `{parsed.text}`")
+            raise self.fail(f"unknown name {', '.join(sorted(unknown))} in `{parsed.text}`")
         return parsed
 
-    def derived(self, names: frozenset[str]) -> Value:
+    def derived(self, names: frozenset[str] | None) -> Value:
         """An expression for each string; lists and objects recurse."""
         match self.value:
             case str():
@@ -327,6 +414,20 @@ class _Node:
             case dict():
                 return {key: node.derived(names) for key, node in self.members().items()}
         return self.value
+
+    def amount(self, names: frozenset[str] | None) -> Value:
+        """An expression or a number."""
+        if not isinstance(self.value, str) and not is_number(self.value):
+            raise self.wrong("a number or an expression")
+        return self.derived(names)
+
+    def shape(self, names: frozenset[str] | None) -> Value:
+        """An expression, or a list of expressions and numbers."""
+        if isinstance(self.value, str):
+            return self.expression(names)
+        if not isinstance(self.value, list):
+            raise self.wrong("an expression or a list")
+        return tuple(element.amount(names) for element in self.elements())
 
 
 def evaluate(value: Value, scope: expressions.Scope) -> Any:
@@ -341,7 +442,28 @@ def evaluate(value: Value, scope: expressions.Scope) -> Any:
     return value
 
 
+def sizes(value: Value, scope: expressions.Scope, name: str) -> tuple[int, ...]:
+    """The value of a shape: whole numbers of 0 or more, or an `ExpressionError`."""
+    try:
+        found = evaluate(value, scope)
+    except ExpressionError as error:
+        raise ExpressionError(f"the shape of {name}: {error}") from None
+    shape = [whole(size) for size in found] if is_sequence(found) else [None]
+    if any(size is None or size < 0 for size in shape):
+        raise ExpressionError(f"the shape of {name} comes out as {show(found)}")
+    return tuple(size for size in shape if size is not None)
+
+
+@functools.cache
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
 _NONE = frozenset[str]()
+
+# The keys of a binding and of a struct's field.
+_BINDING = "buffer name arg scratch elementType length structName struct"
+_FIELD = ("name type", "value required internal default")
 
 
 @dataclass
@@ -355,42 +477,40 @@ class _Reader:
     variables: dict[str, tuple[str, ...]] = field(default_factory=dict)
     arguments: dict[str, Argument] = field(default_factory=dict)
     handles: dict[str, _Node] = field(default_factory=dict)
+    unused: set[str] = field(default_factory=set)
+    """The handles that no pass has bound."""
     names: frozenset[str] = _NONE
     templates: dict[str, Template] = field(default_factory=dict)
 
     def spec(self, node: _Node) -> Spec:
         top = node.object(
-            *"$schema domain name description conformance sinceVersion inputs outputs args "
-            "attributes attributeConstraints typeConstraints tunables derive when requires "
-            "bindings variants onnx".split()
+            "name outputs variants",
+            "$schema domain description conformance sinceVersion inputs args attributes "
+            "attributeConstraints typeConstraints tunables derive when requires bindings onnx",
         )
-        for key in ("name", "outputs", "variants"):
-            if key not in top:
-                raise node.fail(f"the key {key!r} is missing")
-        self.variables = {
-            name: tuple(each.text(*dtypes.TABLE) for each in allowed.elements())
-            for name, allowed in _members_of(top, "typeConstraints")
-        }
-        inputs = {name: self.port(name, port) for name, port in _members_of(top, "inputs")}
-        self.ports = dict(inputs)
-        self.arguments = {name: self.argument(name, a) for name, a in _members_of(top, "args")}
-        attributes = self.attributes(top)
-        tunables = {name: _tunable(tunable) for name, tunable in _members_of(top, "tunables")}
-        derive = dict(self.derive(top.get("derive"), _NONE))
+        self.variables = {n: _dtypes(each) for n, each in top.members("typeConstraints").items()}
+        derive = dict(self.derive(top, _NONE))
         self.names = frozenset(derive)
-        outputs = {name: self.port(name, port) for name, port in _members_of(top, "outputs")}
+        inputs = {name: self.port(name, each) for name, each in top.members("inputs").items()}
+        outputs = {name: self.port(name, each) for name, each in top.members("outputs").items()}
         for name in inputs.keys() & outputs.keys():
             if inputs[name].dtype != outputs[name].dtype:
-                raise top["outputs"].fail(f"the in-out port {name} has two dtypes")
+                raise top.members("outputs")[name].fail(f"the in-out port {name} has two dtypes")
         self.ports = {**inputs, **outputs}
-        self.handles = dict(_members_of(top, "bindings"))
+        self.arguments = {n: self.argument(n, each) for n, each in top.members("args").items()}
+        attributes = self.attributes(top)
+        tunables = _tunables(top)
+        self.handles = top.members("bindings")
+        self.unused = set(self.handles)
         variants = tuple(self.variant(each) for each in top["variants"].elements())
         self.check_variants(top["variants"], variants)
+        for handle in sorted(self.unused):
+            _check_handle(self.handles[handle])
         return Spec(
-            domain=top["domain"].text() if "domain" in top else "ai.onnx",
+            domain=top.read("domain", _Node.text, "ai.onnx"),
             name=top["name"].text(),
-            since_version=top["sinceVersion"].integer() if "sinceVersion" in top else None,
-            description=top["description"].text() if "description" in top else "",
+            since_version=top.read("sinceVersion", _Node.integer, None),
+            description=top.read("description", _Node.text, ""),
             inputs=inputs,
             outputs=outputs,
             args=self.arguments,
@@ -398,8 +518,8 @@ class _Reader:
             type_constraints=self.variables,
             tunables=tunables,
             derive=derive,
-            when=self.clauses(top.get("when"), self.names),
-            requires=_requires(top.get("requires")),
+            when=self.clauses(top, "when"),
+            requires=_requires(top),
             variants=variants,
             templates=self.templates,
             path=self.manifest,
@@ -414,122 +534,109 @@ class _Reader:
         return hashed.hexdigest()
 
     def port(self, name: str, node: _Node) -> Port:
-        keys = node.object(
-            *"description onnx dtype rank optional layout shape storage narrowing".split()
-        )
-        if "dtype" not in keys:
-            raise node.fail("the key 'dtype' is missing")
+        keys = node.object("dtype", "description onnx rank optional layout shape storage narrowing")
         dtype = keys["dtype"].text()
         if dtype not in self.variables and dtype not in dtypes.TABLE:
             known = ", ".join([*self.variables, *dtypes.TABLE])
             raise keys["dtype"].fail(f"{dtype!r} is no type; known here: {known}")
-        storage = keys["storage"].text(*dtypes.NARROW) if "storage" in keys else None
-        if storage and self.allowed(dtype) != ("int64",):
+        storage = keys.read("storage", lambda each: each.text(*dtypes.NARROW), None)
+        if storage and self.variables.get(dtype, (dtype,)) != ("int64",):
             raise keys["storage"].fail(f"only an int64 port has a storage, and {name} is {dtype}")
-        narrowing = keys["narrowing"].text("checked", "saturating") if "narrowing" in keys else None
         return Port(
             name=name,
             dtype=dtype,
-            optional="optional" in keys and keys["optional"].boolean(),
-            shape=keys["shape"].derived(self.names) if "shape" in keys else None,
+            optional=keys.read("optional", _Node.boolean, False),
+            shape=keys.read("shape", lambda each: each.shape(self.names), None),
             storage=storage,
-            narrowing=narrowing,
-            onnx=keys["onnx"].text() if "onnx" in keys else None,
-            description=keys["description"].text() if "description" in keys else "",
-            rank=keys["rank"].derived(self.names) if "rank" in keys else None,
+            narrowing=keys.read("narrowing", lambda n: n.text("checked", "saturating"), None),
+            onnx=keys.read("onnx", _Node.text, None),
+            description=keys.read("description", _Node.text, ""),
+            rank=keys.read("rank", lambda each: each.derived(self.names), None),
         )
 
-    def allowed(self, dtype: str) -> tuple[str, ...]:
-        """The logical dtypes that a port's dtype admits."""
-        return self.variables.get(dtype, (dtype,))
-
     def argument(self, name: str, node: _Node) -> Argument:
-        keys = node.object(*"description kind required oneOf onnx".split())
-        if "kind" not in keys:
-            raise node.fail("the key 'kind' is missing")
+        keys = node.object("kind", "description required oneOf onnx")
         return Argument(
             name=name,
             kind=keys["kind"].text("u32", "i32", "f32", "bool", "string"),
-            required=keys["required"].boolean() if "required" in keys else True,
-            one_of=tuple(each.scalar() for each in _elements_of(keys, "oneOf")),
+            required=keys.read("required", _Node.boolean, True),
+            one_of=tuple(each.scalar() for each in keys.elements("oneOf")),
         )
 
-    def attributes(self, top: dict[str, _Node]) -> dict[str, Attribute]:
-        given = dict(_members_of(top, "attributes"))
-        constraints = dict(_members_of(top, "attributeConstraints"))
+    def attributes(self, top: _Object) -> dict[str, Attribute]:
+        given, constraints = top.members("attributes"), top.members("attributeConstraints")
         for name, node in constraints.items():
             if name not in given:
                 raise node.fail(f"{name} is no attribute")
         result = {}
         for name, node in given.items():
-            keys = node.object("default", "description")
-            rule = constraints[name].object("required", "values") if name in constraints else {}
+            keys = node.object("", "default description")
+            rule = constraints.read(name, lambda each: each.object("", "required values"), keys)
             result[name] = Attribute(
                 name=name,
-                default=keys["default"].plain() if "default" in keys else UNDEFINED,
-                required="required" in rule and rule["required"].boolean(),
-                values=tuple(value.plain() for value in rule["values"].elements())
+                default=keys.read("default", _Node.plain, UNDEFINED),
+                required=rule.read("required", _Node.boolean, False),
+                values=tuple(each.plain() for each in rule.elements("values"))
                 if "values" in rule
                 else None,
-                description=keys["description"].text() if "description" in keys else "",
+                description=keys.read("description", _Node.text, ""),
             )
         return result
 
-    def derive(self, node: _Node | None, names: frozenset[str]) -> Iterator[tuple[str, Value]]:
+    def derive(self, keys: _Object, names: frozenset[str]) -> Iterator[tuple[str, Value]]:
         """Each value sees the earlier ones."""
-        for name, value in node.members().items() if node else ():
+        for name, value in keys.members("derive").items():
+            if name == "derive":
+                raise value.fail("`derive` is the object of all derived values")
             yield name, value.derived(names)
             names |= {name}
 
-    def clauses(self, node: _Node | None, names: frozenset[str]) -> tuple[Expression, ...]:
-        return tuple(each.expression(names) for each in (node.elements() if node else ()))
+    def clauses(self, keys: _Object, key: str) -> tuple[Expression, ...]:
+        return tuple(each.expression(self.names) for each in keys.elements(key))
 
     def variant(self, node: _Node) -> Variant:
         keys = node.object(
-            *"id description priority when demoteWhen supersededBy requires tunables derive "
-            "intermediates passes".split()
+            "id passes",
+            "description priority when demoteWhen supersededBy requires tunables derive "
+            "intermediates",
         )
-        for key in ("id", "passes"):
-            if key not in keys:
-                raise node.fail(f"the key {key!r} is missing")
-        derive = tuple(self.derive(keys.get("derive"), self.names))
+        derive = tuple(self.derive(keys, self.names))
         names = self.names | {name for name, _ in derive}
-        intermediates = tuple(
-            self.intermediate(each, names) for each in _elements_of(keys, "intermediates")
-        )
-        scratch = {each.id: each for each in intermediates}
+        scratch: dict[str, Intermediate] = {}
+        for each in keys.elements("intermediates"):
+            intermediate = self.intermediate(each, names)
+            if intermediate.id in scratch or intermediate.id in self.ports:
+                raise each.fail(f"the id {intermediate.id!r} is taken already")
+            scratch[intermediate.id] = intermediate
         return Variant(
             id=keys["id"].text(),
-            priority=keys["priority"].number() if "priority" in keys else 0,
-            when=self.clauses(keys.get("when"), self.names),
-            demote_when=self.clauses(keys.get("demoteWhen"), self.names),
-            superseded_by=tuple(each.text() for each in _elements_of(keys, "supersededBy")),
-            requires=_requires(keys.get("requires")),
-            tunables=tuple((n, _tunable(each)) for n, each in _members_of(keys, "tunables")),
+            priority=keys.read("priority", _Node.number, 0),
+            when=self.clauses(keys, "when"),
+            demote_when=self.clauses(keys, "demoteWhen"),
+            superseded_by=tuple(each.text() for each in keys.elements("supersededBy")),
+            requires=_requires(keys),
+            tunables=tuple(_tunables(keys).items()),
             derive=derive,
-            intermediates=intermediates,
+            intermediates=tuple(scratch.values()),
             passes=self.passes(keys["passes"], names, scratch),
         )
 
     def check_variants(self, node: _Node, variants: tuple[Variant, ...]) -> None:
         ids = [variant.id for variant in variants]
-        for index, (each, variant) in enumerate(zip(node.elements(), variants, strict=True)):
-            if variant.id in ids[:index]:
-                raise each.fail(f"the id {variant.id!r} is taken already")
-            for other in variant.superseded_by:
-                if other not in ids:
-                    raise each.fail(f"supersededBy names {other!r}, which is no variant")
+        for index, each in enumerate(node.elements()):
+            if ids[index] in ids[:index]:
+                raise each.fail(f"the id {ids[index]!r} is taken already")
+            for other in each.members().elements("supersededBy"):
+                if other.value not in ids:
+                    raise other.fail(f"{other.value!r} is no variant")
 
     def intermediate(self, node: _Node, names: frozenset[str]) -> Intermediate:
-        keys = node.object("id", "dtype", "shape", "zeroInit")
-        for key in ("id", "dtype", "shape"):
-            if key not in keys:
-                raise node.fail(f"the key {key!r} is missing")
+        keys = node.object("id dtype shape", "zeroInit")
         return Intermediate(
             id=keys["id"].text(),
             dtype=keys["dtype"].text(*dtypes.TABLE),
-            shape=keys["shape"].derived(names),
-            zero_init="zeroInit" in keys and keys["zeroInit"].boolean(),
+            shape=keys["shape"].shape(names),
+            zero_init=keys.read("zeroInit", _Node.boolean, False),
         )
 
     def passes(
@@ -545,16 +652,13 @@ class _Reader:
     def repeat(
         self, node: _Node, names: frozenset[str], scratch: dict[str, Intermediate]
     ) -> Repeat:
-        keys = node.object("id", "repeat", "passes")
-        rule = keys["repeat"].object("count", "index")
-        for key, where in (("count", rule), ("index", rule), ("passes", keys)):
-            if key not in where:
-                raise node.fail(f"the key {key!r} is missing")
+        keys = node.object("repeat passes", "id")
+        rule = keys["repeat"].object("count index")
         index = rule["index"].text()
         inside = names | {"repeat", index, f"{index}_count"}
         return Repeat(
-            id=keys["id"].text() if "id" in keys else "repeat",
-            count=rule["count"].derived(names),
+            id=keys.read("id", _Node.text, "repeat"),
+            count=rule["count"].amount(names),
             index=index,
             passes=self.passes(keys["passes"], inside, scratch),
         )
@@ -563,66 +667,66 @@ class _Reader:
         self, node: _Node, index: int, names: frozenset[str], scratch: dict[str, Intermediate]
     ) -> Pass:
         keys = node.object(
-            *"id name shader derive bindings dispatch profile subgroupCollectivesWidth "
-            "submitAfter viewAlias".split()
+            "shader bindings dispatch",
+            "id name derive profile subgroupCollectivesWidth submitAfter viewAlias",
         )
-        for key in ("shader", "bindings", "dispatch"):
-            if key not in keys:
-                raise node.fail(f"the key {key!r} is missing")
-        derive = tuple(self.derive(keys.get("derive"), names))
+        derive = tuple(self.derive(keys, names))
         names = names | {name for name, _ in derive}
-        bindings = tuple(self.binding(each, names, scratch) for each in keys["bindings"].elements())
-        wgsl_names = [binding.name for binding in bindings]
-        for each, name in zip(keys["bindings"].elements(), wgsl_names, strict=True):
-            if wgsl_names.count(name) > 1:
-                raise each.fail(f"two bindings are named {name}")
-        id = keys["id"].text() if "id" in keys else f"pass_{index}"
+        bindings: dict[str, Binding] = {}
+        for each in keys["bindings"].elements():
+            binding = self.binding(each, names, scratch)
+            if binding.name in bindings:
+                raise each.fail(f"two bindings are named {binding.name}")
+            bindings[binding.name] = binding
+        id = keys.read("id", _Node.text, f"pass_{index}")
         return Pass(
             id=id,
-            name=keys["name"].text() if "name" in keys else id,
+            name=keys.read("name", _Node.text, id),
             shader=self.template(keys["shader"]),
             derive=derive,
-            bindings=bindings,
+            bindings=tuple(bindings.values()),
             dispatch=_dispatch(keys["dispatch"], names),
-            view_alias=tuple(_alias(each, wgsl_names) for each in _elements_of(keys, "viewAlias")),
+            view_alias=tuple(_alias(each, [*bindings]) for each in keys.elements("viewAlias")),
         )
 
     def template(self, node: _Node) -> str:
         name = node.text()
-        if name not in self.templates:
-            if Path(name).name != name:
-                raise node.fail(f"{name!r} is not the name of a file beside the manifest")
-            try:
-                text = (self.shaders / name).read_text("utf-8")
-            except (OSError, ValueError) as error:
-                raise node.fail(f"cannot read the template {name}: {error}") from None
-            try:
-                self.templates[name] = templates.parse(name, text)
-            except ExpressionError as error:
-                raise node.fail(str(error)) from None
+        if name in self.templates:
+            return name
+        if name in (".", "..") or not re.fullmatch(r"[^/\\:\0]+", name):
+            raise node.fail(f"{name!r} is not the name of a file beside the manifest")
+        try:
+            text = (self.shaders / name).read_text("utf-8")
+            self.templates[name] = templates.parse(name, text)
+        except ExpressionError as error:
+            raise node.fail(str(error)) from None
+        except (OSError, ValueError) as error:
+            raise node.fail(f"cannot read the template {name}: {error}") from None
         return name
 
     def binding(
         self, node: _Node, names: frozenset[str], scratch: dict[str, Intermediate]
     ) -> Binding:
         handle = node.value if isinstance(node.value, str) else ""
-        if handle and handle not in self.handles:
-            if handle not in self.ports and handle not in scratch:
-                known = ", ".join([*self.handles, *self.ports, *scratch])
-                raise node.fail(f"{handle!r} is no binding, port or intermediate: {known}")
-            keys: dict[str, _Node] = {}
+        if not isinstance(node.value, str):
+            keys = node.object("", _BINDING)
+        elif handle in self.handles:
+            self.unused.discard(handle)
+            keys = self.handles[handle].object("", _BINDING)
+        elif handle in self.ports or handle in scratch:
+            keys = _Object()
         else:
-            keys = self.handles.get(handle, node).object(
-                *"buffer name arg scratch elementType length structName struct".split()
-            )
-        own = keys["name"].text() if "name" in keys else ""
-        arg = keys["arg"].text() if "arg" in keys else ""
-        scratch_name = keys["scratch"].text() if "scratch" in keys else ""
-        name = own or handle or arg or scratch_name
+            known = ", ".join([*self.handles, *self.ports, *scratch])
+            raise node.fail(f"{handle!r} is no binding, port or intermediate: {known}")
+        arg = keys.read("arg", _Node.text, "")
+        scratch_name = keys.read("scratch", _Node.text, "")
+        name = keys.read("name", _Node.text, "") or handle or arg or scratch_name
         if not name:
-            raise node.fail("a binding needs a name, an arg or a struct's name")
-        struct = tuple(self.struct_field(each, names) for each in _elements_of(keys, "struct"))
-        source = "" if struct else scratch_name or arg or name
+            raise node.fail("a binding needs a name, an arg or a scratch")
+        struct = None
+        if "struct" in keys:
+            struct = tuple(self.struct_field(each, names) for each in keys["struct"].elements())
+        source = "" if struct is not None else scratch_name or arg or name
         if source and source not in self.ports and source not in scratch:
             known = ", ".join([*self.ports, *scratch])
             raise node.fail(f"{source!r} is no port or intermediate: {known}")
@@ -630,78 +734,86 @@ class _Reader:
         return Binding(
             name=name,
             source=source,
-            buffer=keys["buffer"].text(*kinds) if "buffer" in keys else None,
-            element_type=keys["elementType"].text() if "elementType" in keys else None,
-            length=keys["length"].derived(names) if "length" in keys else None,
+            buffer=keys.read("buffer", lambda each: each.text(*kinds), None),
+            element_type=keys.read("elementType", lambda each: self.element(each, names), None),
+            length=keys.read("length", lambda each: each.amount(names), None),
             struct=struct,
-            struct_name=keys["structName"].text() if "structName" in keys else "Params",
+            struct_name=keys.read("structName", _Node.text, "Params"),
         )
 
+    def element(self, node: _Node, names: frozenset[str]) -> str:
+        """A WGSL type, or `$` and the name of a type variable or of a derived value."""
+        wanted = node.text()
+        if wanted.startswith("$") and wanted[1:] not in {*self.variables, *dtypes.TABLE, *names}:
+            raise node.fail(f"{wanted[1:]!r} is no type variable and no derived value")
+        return wanted
+
     def struct_field(self, node: _Node, names: frozenset[str]) -> StructField:
-        keys = node.object(*"name type value required internal default".split())
-        for key in ("name", "type"):
-            if key not in keys:
-                raise node.fail(f"the key {key!r} is missing")
-        name = keys["name"].text()
-        if "value" not in keys and name not in self.arguments and "default" not in keys:
+        keys = node.object(*_FIELD)
+        name, required = keys["name"].text(), keys.read("required", _Node.boolean, True)
+        if required and name not in self.arguments and not keys.keys() & {"value", "default"}:
             raise node.fail(f"{name} has no value, no default, and is no arg")
         return StructField(
             name=name,
             type=keys["type"].text("u32", "i32", "f32"),
-            value=keys["value"].derived(names) if "value" in keys else None,
-            default=keys["default"].scalar() if "default" in keys else UNDEFINED,
-            required=keys["required"].boolean() if "required" in keys else True,
+            value=keys.read("value", lambda each: each.derived(names), None),
+            default=keys.read("default", _Node.scalar, UNDEFINED),
+            required=required,
         )
 
 
-def _members_of(keys: dict[str, _Node], key: str) -> list[tuple[str, _Node]]:
-    return list(keys[key].members().items()) if key in keys else []
+def _dtypes(node: _Node) -> tuple[str, ...]:
+    """The logical dtypes that a type variable admits."""
+    allowed = tuple(each.text(*dtypes.TABLE) for each in node.elements())
+    if not allowed:
+        raise node.fail("a type variable needs at least one dtype")
+    return allowed
 
 
-def _elements_of(keys: dict[str, _Node], key: str) -> list[_Node]:
-    return keys[key].elements() if key in keys else []
+def _check_handle(node: _Node) -> None:
+    """What can be checked of a binding that no pass has."""
+    for each in node.object("", _BINDING).elements("struct"):
+        each.object(*_FIELD).read("value", lambda value: value.derived(None), None)
 
 
-def _tunable(node: _Node) -> Any:
-    keys = node.object("default", "description")
-    if "default" not in keys:
-        raise node.fail("the key 'default' is missing")
-    return keys["default"].scalar()
+def _tunables(keys: _Object) -> dict[str, Any]:
+    return {
+        name: node.object("default", "description")["default"].scalar()
+        for name, node in keys.members("tunables").items()
+    }
 
 
-def _requires(node: _Node | None) -> Requires:
-    if node is None:
+def _requires(keys: _Object) -> Requires:
+    if "requires" not in keys:
         return Requires()
-    keys = node.object("features", "limits", "subgroupMinSize", "subgroupMatrixConfigs")
+    keys = keys["requires"].object("", "features limits subgroupMinSize subgroupMatrixConfigs")
     return Requires(
-        features=tuple(each.text() for each in _elements_of(keys, "features")),
-        limits=tuple((name, each.integer()) for name, each in _members_of(keys, "limits")),
-        subgroup_min_size=keys["subgroupMinSize"].integer() if "subgroupMinSize" in keys else None,
+        features=tuple(each.text() for each in keys.elements("features")),
+        limits=tuple((name, each.integer()) for name, each in keys.members("limits").items()),
+        subgroup_min_size=keys.read("subgroupMinSize", _Node.integer, None),
         subgroup_matrix_configs="subgroupMatrixConfigs" in keys,
     )
 
 
 def _dispatch(node: _Node, names: frozenset[str]) -> Dispatch:
-    keys = node.object("x", "y", "z", "threads", "workgroupSize", "workgroups")
-    forms = ({"x"}, {"threads", "workgroupSize"}, {"workgroups"})
-    if not any(form <= keys.keys() <= form | {"y", "z"} for form in forms) or (
-        "x" not in keys and keys.keys() & {"y", "z"}
+    keys = node.object("", "x y z threads workgroupSize workgroups")
+    given = frozenset(keys)
+    if given not in ({"threads", "workgroupSize"}, {"workgroups"}) and not (
+        {"x"} <= given <= {"x", "y", "z"}
     ):
         raise node.fail("expected {x, y, z}, {threads, workgroupSize} or {workgroups}")
-    values = {key: value.derived(names) for key, value in keys.items()}
+    values = {key: value.amount(names) for key, value in keys.items()}
     if "workgroupSize" in values:
         values["workgroup_size"] = values.pop("workgroupSize")
     return Dispatch(**values)
 
 
 def _alias(node: _Node, names: list[str]) -> tuple[str, str]:
-    keys = node.object("input", "output")
-    pair = []
-    for key in ("input", "output"):
-        if key not in keys or keys[key].text() not in names:
-            raise node.fail(f"{key} must be one of the pass's bindings: {', '.join(names)}")
-        pair.append(keys[key].text())
-    return pair[0], pair[1]
+    keys = node.object("input output")
+    for each in keys.values():
+        if each.value not in names:
+            raise each.fail(f"expected one of the pass's bindings: {', '.join(names)}")
+    return keys["input"].text(), keys["output"].text()
 
 
 def merged(first: Requires, second: Requires) -> Requires:

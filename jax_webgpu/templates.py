@@ -4,7 +4,8 @@ The statements are Jinja's (output, if, for, set, macro, call, with); imports, i
 inheritance are not in the manifest format. Running a template is bounded in steps and in text.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,12 +14,10 @@ from jinja2 import nodes
 
 from jax_webgpu import values
 from jax_webgpu.errors import ExpressionError
-from jax_webgpu.expressions import Compiler
-from jax_webgpu.helpers import MAX_LIST
-from jax_webgpu.values import UNDEFINED, show, to_text, truthy
+from jax_webgpu.expressions import Compiler, Evaluator
+from jax_webgpu.values import MAX_LIST, MAX_TEXT, UNDEFINED, show, to_text, truthy
 
 MAX_STEPS = 1_000_000
-MAX_TEXT = 1 << 24
 
 # What a statement does: reads and changes the scope, and writes to the output.
 Statement = Callable[[dict[str, Any], "Output"], None]
@@ -35,7 +34,6 @@ class Output:
     def write(self, text: str) -> None:
         self.parts.append(text)
         self.size += len(text)
-        self.step()
 
     def step(self) -> None:
         self.steps += 1
@@ -53,18 +51,25 @@ class Template:
 
     name: str
     source: str
-    _lenient: Statement = field(compare=False, repr=False)
-    _strict: Statement = field(compare=False, repr=False)
+    body: list[nodes.Node] = field(compare=False, repr=False)
+
+    @functools.cached_property
+    def _lenient(self) -> Statement:
+        return _TemplateCompiler(self.name, lenient=True).block(self.body)
+
+    @functools.cached_property
+    def _strict(self) -> Statement:
+        return _TemplateCompiler(self.name, lenient=False).block(self.body)
 
     def render(self, scope: Mapping[str, Any], *, strict: bool = False) -> str:
         """The text; raises `ExpressionError` with template name and line.
 
         Args:
           scope: the values of the names in the template.
-          strict: an undefined name is an error instead of printing nothing.
+          strict: an undefined name, or printing an undefined value, is an error.
         """
         output = Output()
-        globals_ = {"range": _range, "namespace": Namespace, **scope}
+        globals_ = {"range": _range, "namespace": _namespace, **scope}
         (self._strict if strict else self._lenient)(globals_, output)
         return "".join(output.parts)
 
@@ -72,17 +77,17 @@ class Template:
 def parse(name: str, source: str) -> Template:
     """Parses a template; raises `ExpressionError` with template name and line."""
     try:
-        tree = _environment.parse(source)
-        return Template(
-            name,
-            source,
-            _TemplateCompiler(name, lenient=True).block(tree.body),
-            _TemplateCompiler(name, lenient=False).block(tree.body),
-        )
+        template = Template(name, source, _environment.parse(source).body)
+        _ = template._lenient  # compiled here, for its errors
+        return template
+    except ExpressionError:
+        raise
     except jinja2.TemplateSyntaxError as error:
         raise ExpressionError(f"{name}:{error.lineno}: {error.message}") from None
     except RecursionError:
         raise ExpressionError(f"{name}: nested too deeply") from None
+    except ValueError as error:  # a number of thousands of digits
+        raise ExpressionError(f"{name}: {error}") from None
 
 
 _environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, optimized=False)
@@ -93,8 +98,18 @@ def _range(*bounds: Any) -> range:
     if not 1 <= len(whole) <= 3 or (len(whole) == 3 and whole[2] == 0):
         raise ExpressionError("range takes a stop, or a start, a stop and a step other than 0")
     result = range(*whole)
-    if len(result) > MAX_LIST:
-        raise ExpressionError(f"range: at most {MAX_LIST} elements, not {len(result)}")
+    if result[MAX_LIST:]:
+        raise ExpressionError(f"range: more than {MAX_LIST} elements")
+    return result
+
+
+def _namespace(*objects: Any, **members: Any) -> Namespace:
+    result = Namespace()
+    for each in objects:
+        if not isinstance(each, Mapping):
+            raise ExpressionError(f"namespace takes an object, got {show(each)}")
+        result.update(each)
+    result.update(members)
     return result
 
 
@@ -104,8 +119,12 @@ class _TemplateCompiler(Compiler):
     def __init__(self, name: str, lenient: bool):
         super().__init__(lenient)
         self.template = name
+        self.line = 1
 
-    def block(self, body: list[nodes.Node]) -> Statement:
+    def defaulted(self, node: nodes.Expr) -> Evaluator:
+        return self.optional(node)
+
+    def block(self, body: Sequence[nodes.Node]) -> Statement:
         statements = [self._statement(node) for node in body]
 
         def run(scope: dict[str, Any], output: Output) -> None:
@@ -115,9 +134,12 @@ class _TemplateCompiler(Compiler):
         return run
 
     def _statement(self, node: nodes.Node) -> Statement:
-        place = f"{self.template}:{node.lineno}"
+        self.line = node.lineno or self.line
+        place = f"{self.template}:{self.line}"
         kind = type(node).__name__.lower()
         make = getattr(self, f"_do_{kind}", None)
+        if make is None and isinstance(node, nodes.Expr):
+            make = self._do_print
         if make is None:
             raise ExpressionError(f"{place}: {kind} is not in the manifest format")
         try:
@@ -137,14 +159,19 @@ class _TemplateCompiler(Compiler):
         return run
 
     def _do_output(self, node: nodes.Output) -> Statement:
-        parts = [
-            part.data if isinstance(part, nodes.TemplateData) else self.compile(part)
-            for part in node.nodes
-        ]
+        return self.block(node.nodes)
+
+    def _do_templatedata(self, node: nodes.TemplateData) -> Statement:
+        return lambda scope, output: output.write(node.data)
+
+    def _do_print(self, node: nodes.Expr) -> Statement:
+        printed = self.compile(node)
 
         def write(scope: dict[str, Any], output: Output) -> None:
-            for part in parts:
-                output.write(part if isinstance(part, str) else to_text(part(scope)))
+            value = printed(scope)
+            if value is UNDEFINED and not self.lenient:
+                raise ExpressionError("an undefined value is printed")
+            output.write(to_text(value))
 
         return write
 
@@ -171,18 +198,19 @@ class _TemplateCompiler(Compiler):
         otherwise = self.block(node.else_)
 
         def loop(scope: dict[str, Any], output: Output) -> None:
-            elements = []
-            for element in _elements(items(scope)):
+            def inside(element: Any) -> dict[str, Any]:
                 output.step()
                 inner = dict(scope)
                 assign(inner, element)
-                if keep is None or truthy(keep(inner)):
-                    elements.append(inner)
-            for index, inner in enumerate(elements):
-                inner["loop"] = _loop(index, len(elements))
-                body(inner, output)
+                return inner
+
+            elements = _elements(items(scope))
+            if keep is not None:
+                elements = [each for each in elements if truthy(keep(inside(each)))]
+            for index, element in enumerate(elements):
+                body({**inside(element), "loop": _loop(index, elements)}, output)
             if not elements:
-                otherwise(scope, output)
+                otherwise(dict(scope), output)
 
         return loop
 
@@ -196,7 +224,7 @@ class _TemplateCompiler(Compiler):
         body, assign = self.block(node.body), self._target(node.target)
 
         def run(scope: dict[str, Any], output: Output) -> None:
-            assign(scope, _captured(body, scope, output))
+            assign(scope, _captured(body, dict(scope), output))
 
         return run
 
@@ -277,7 +305,7 @@ class _TemplateCompiler(Compiler):
             case nodes.NSRef(name=name, attr=attribute):
 
                 def assign(scope: dict[str, Any], value: Any) -> None:
-                    namespace = scope.get(name)
+                    namespace = scope.get(name, UNDEFINED)
                     if not isinstance(namespace, Namespace):
                         raise ExpressionError(f"{name} is {show(namespace)}, not a namespace")
                     namespace[attribute] = value
@@ -296,13 +324,12 @@ class _TemplateCompiler(Compiler):
         return assign
 
 
-def _elements(value: Any) -> Iterator[Any]:
-    if isinstance(value, Mapping):
-        return iter(list(value))
-    return iter(values.need_list(value, "for"))
+def _elements(value: Any) -> Sequence[Any]:
+    return list(value) if isinstance(value, Mapping) else values.need_list(value, "for")
 
 
-def _loop(index: int, length: int) -> dict[str, Any]:
+def _loop(index: int, elements: Sequence[Any]) -> dict[str, Any]:
+    length = len(elements)
     return {
         "index": index + 1,
         "index0": index,
@@ -311,6 +338,8 @@ def _loop(index: int, length: int) -> dict[str, Any]:
         "first": index == 0,
         "last": index == length - 1,
         "length": length,
+        "previtem": elements[index - 1] if index > 0 else UNDEFINED,
+        "nextitem": elements[index + 1] if index < length - 1 else UNDEFINED,
     }
 
 

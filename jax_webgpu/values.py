@@ -4,8 +4,10 @@ A number is a double: a whole one is held as a Python int, so that it prints wit
 A missing member is `UNDEFINED`. Lists are Python sequences, objects are dicts with string keys.
 """
 
+import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from decimal import Decimal
 from typing import Any, Final, final
 
@@ -27,6 +29,13 @@ UNDEFINED: Final = Undefined()
 
 # Beyond this a double no longer holds every whole number.
 _EXACT = 2**53
+
+# A manifest must not be able to ask for unbounded memory.
+MAX_LIST = 1 << 16
+MAX_TEXT = 1 << 24
+
+# What JavaScript reads as a number, in text.
+_NUMERAL = re.compile(r"[+-]?(Infinity|(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?)", re.ASCII)
 
 
 def is_number(value: Any) -> bool:
@@ -66,19 +75,24 @@ def need_list(value: Any, what: str) -> Sequence[Any]:
     return value
 
 
+def need_text(value: Any, what: str) -> str:
+    if not isinstance(value, str):
+        raise ExpressionError(f"{what} takes a string, got {show(value)}")
+    return value
+
+
 def truthy(value: Any) -> bool:
     return bool(value) and value == value  # NaN is false
 
 
 def to_number(value: bool | float | str) -> float:
     """JavaScript's ToNumber, for a comparison of a string or a boolean with a number."""
-    if isinstance(value, str):
-        text = value.strip()
-        try:
-            return float(text) if text else 0
-        except ValueError:
-            return math.nan
-    return value
+    if not isinstance(value, str):
+        return float(value) if isinstance(value, bool) else value
+    text = value.strip()
+    if not text:
+        return 0
+    return float(text) if _NUMERAL.fullmatch(text) else math.nan
 
 
 def equal(left: Any, right: Any) -> bool:
@@ -116,7 +130,7 @@ def contains(container: Any, item: Any) -> bool:
     if isinstance(container, str):
         return isinstance(item, str) and item in container
     if isinstance(container, Mapping):
-        return item in container
+        return isinstance(item, str) and item in container
     return any(equal(item, element) for element in need_list(container, "in"))
 
 
@@ -124,8 +138,10 @@ def add(left: Any, right: Any) -> Any:
     if is_number(left) and is_number(right):
         return number(left + right)
     if isinstance(left, str) or isinstance(right, str):
-        return to_text(left) + to_text(right)
+        return concatenated([left, right])
     if is_sequence(left) and is_sequence(right):
+        if len(left) + len(right) > MAX_LIST:
+            raise ExpressionError(f"a list of more than {MAX_LIST} elements")
         return [*left, *right]
     raise ExpressionError(f"cannot add {show(left)} + {show(right)}")
 
@@ -152,9 +168,8 @@ def lookup(container: Any, key: Any) -> Any:
     if isinstance(container, Mapping):
         return container.get(key, UNDEFINED) if isinstance(key, str) else UNDEFINED
     if isinstance(container, Sequence):
-        if is_number(key) and isinstance(key, int) and -len(container) <= key < len(container):
-            return container[key]
-        return UNDEFINED
+        whole = isinstance(key, int) and not isinstance(key, bool)
+        return container[key] if whole and -len(container) <= key < len(container) else UNDEFINED
     raise ExpressionError(f"cannot look up {show(key)} in {show(container)}")
 
 
@@ -168,39 +183,70 @@ def to_text(value: Any) -> str:
         case str():
             return value
         case int():
-            return str(value) if abs(value) < 10**21 else _double_text(float(value))
+            return str(value) if abs(value) <= _EXACT else _double_text(float(value))
         case float():
             return _double_text(value)
     raise ExpressionError(f"cannot print {show(value)}")
 
 
 def _double_text(value: float) -> str:
+    """The shortest digits that give the double back; an exponent from 1e21 and below 1e-6."""
     if not math.isfinite(value):
         return "NaN" if value != value else ("Infinity" if value > 0 else "-Infinity")
     text = repr(value)
-    mantissa, e, exponent = text.partition("e")
-    if not e:
-        return text
-    if -7 < int(exponent) < 0:
-        return format(Decimal(text), "f")
-    return f"{mantissa.removesuffix('.0')}e{int(exponent):+d}"
+    mantissa, _, exponent = text.partition("e")
+    if -7 < int(exponent or 0) < 21:
+        return format(Decimal(text), "f").removesuffix(".0")
+    return f"{mantissa}e{int(exponent):+d}"
+
+
+def concatenated(values: Iterable[Any], separator: str = "") -> str:
+    """The texts of values, one after the other."""
+    parts, size = [], 0
+    for value in values:
+        parts.append(to_text(value))
+        size += len(parts[-1]) + len(separator)
+        if size > MAX_TEXT:
+            raise ExpressionError(f"a text of more than {MAX_TEXT} characters")
+    return separator.join(parts)
+
+
+def quoted(text: str) -> str:
+    """A string as it stands in an expression."""
+    return json.dumps(text, ensure_ascii=False)
 
 
 def show(value: Any) -> str:
     """A value as a message shows it: told apart from others, and never long."""
+    text = ""
+    for piece in _shown(value):
+        text += piece
+        if len(text) > 80:
+            return text[:77] + "..."
+    return text
+
+
+def _shown(value: Any) -> Iterator[str]:
     match value:
         case None:
-            return "none"
+            yield "none"
         case Undefined():
-            return "undefined"
+            yield "undefined"
         case bool() | int() | float():
-            return to_text(value)
+            yield to_text(value)
         case str():
-            text = f'"{value}"'
+            yield quoted(value[:80])
         case Mapping():
-            text = "{" + ", ".join(map(str, value)) + "}"
+            yield "{"
+            for index, key in enumerate(value):
+                yield f", {key}" if index else str(key)
+            yield "}"
         case Callable():
-            text = "a function"
+            yield "a function"
         case _:
-            text = "[" + ", ".join(show(element) for element in value) + "]"
-    return text if len(text) <= 80 else text[:77] + "..."
+            yield "["
+            for index, element in enumerate(value):
+                if index:
+                    yield ", "
+                yield from _shown(element)
+            yield "]"

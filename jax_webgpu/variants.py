@@ -4,6 +4,7 @@ Sorted by priority, ties in the manifest's order, the first variant wins whose r
 binding counts and `when` clauses hold and that is not demoted, else the first demoted one.
 """
 
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from jax_webgpu.errors import CallError, DeviceError, ExpressionError
 from jax_webgpu.expressions import Expression
 from jax_webgpu.resolve import Resolved, extend, scope
 from jax_webgpu.spec import Pass, Repeat, Variant, merged
+from jax_webgpu.values import truthy
 
 
 @dataclass(frozen=True)
@@ -65,21 +67,27 @@ def refusals(
     resolved: Resolved, capabilities: Capabilities, names: dict[str, Any]
 ) -> tuple[Refusal, ...]:
     """Why each variant that does not run does not, the nearest to running first."""
-    ranked = _ranked(resolved, capabilities, names)
+    spec, ranked = resolved.spec, _ranked(resolved, capabilities, names)
+
+    def leads(id: str) -> bool:
+        variant = spec.variant(id)
+        return _applies(resolved, capabilities, variant, names) and not _demoted(variant, names)
+
     found = []
-    for variant in resolved.spec.variants:
+    for variant in spec.variants:
         if variant in ranked[:1]:
             continue
         reasons = [
             *(f"it needs {need}" for need in _needs(resolved, capabilities, variant)),
             *(
                 ": ".join(chain)
-                for clause in [*resolved.spec.when, *variant.when]
-                for chain in _failing(clause, names, resolved.spec.derive)
+                for clause in [*spec.when, *variant.when]
+                for chain in _failing(clause, names, spec.derive)
             ),
+            *(f"{other} supersedes it" for other in variant.superseded_by if leads(other)),
         ]
-        outdone = f"applies too, but {ranked[0].id} comes first" if ranked else ""
-        found.append(Refusal(variant.id, reasons[0] if reasons else outdone, len(reasons)))
+        reason = reasons[0] if reasons else f"applies too, but {ranked[0].id} comes first"
+        found.append(Refusal(variant.id, reason, len(reasons)))
     return tuple(sorted(found, key=lambda refusal: refusal.misses))
 
 
@@ -150,7 +158,10 @@ def _requirements(
 
 def _counts(capabilities: Capabilities, variant: Variant) -> Iterator[str]:
     for each in passes(variant):
-        uniform = sum(bool(b.struct) and b.buffer in (None, "uniform") for b in each.bindings)
+        uniform = sum(
+            binding.buffer == "uniform" or (binding.buffer is None and binding.struct is not None)
+            for binding in each.bindings
+        )
         counts = {
             "maxStorageBuffersPerShaderStage": len(each.bindings) - uniform,
             "maxUniformBuffersPerShaderStage": uniform,
@@ -161,20 +172,27 @@ def _counts(capabilities: Capabilities, variant: Variant) -> Iterator[str]:
 
 
 def _failing(
-    clause: Expression, names: dict[str, Any], derive: Mapping[str, Any]
+    clause: Expression, names: dict[str, Any], derive: Mapping[str, Any], strictly: bool = True
 ) -> Iterator[list[str]]:
-    """The conjuncts that are not true, each as the chain of derived names that leads to it."""
+    """The conjuncts that fail a clause, each as the chain of derived names that leads to it.
+
+    The value of `a and b` is b's where a passes for true, so only the last must be true itself.
+    """
     for conjunct in clause.conjuncts:
+        strict = strictly and conjunct is clause.conjuncts[-1]
         try:
-            if conjunct(names) is True:
-                continue
+            value = conjunct(names)
         except ExpressionError as error:
             yield [f"`{conjunct.text}`: {error}"]
             continue
-        inside = derive.get(conjunct.name) if conjunct.name else None
-        if isinstance(inside, Expression) and len(inside.conjuncts) > 1:
-            for chain in _failing(inside, names, derive):
-                yield [conjunct.text, *chain]
+        if value is True or (truthy(value) and not strict):
+            continue
+        name = conjunct.name
+        inside = derive.get(name) if name else None
+        if name and isinstance(inside, Expression):
+            before = dict(itertools.islice(derive.items(), list(derive).index(name)))
+            for chain in _failing(inside, names, before, strict):
+                yield [name, *chain]
         else:
             yield [conjunct.explain(names)]
 
