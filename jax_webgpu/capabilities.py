@@ -116,7 +116,12 @@ PRESETS = {
         make(
             "swiftshader",
             ("timestamp-query",),
-            {"vendor": "google", "subgroupMinSize": 4, "subgroupMaxSize": 4},
+            {
+                "vendor": "google",
+                "isFallbackAdapter": True,
+                "subgroupMinSize": 4,
+                "subgroupMaxSize": 4,
+            },
             maxBufferSize=1073741824,
             maxStorageBufferBindingSize=1073741824,
             maxStorageBuffersPerShaderStage=10,
@@ -125,7 +130,12 @@ PRESETS = {
         make(
             "lavapipe",
             ("shader-f16", "timestamp-query"),
-            {"vendor": "llvmpipe", "subgroupMinSize": 4, "subgroupMaxSize": 128},
+            {
+                "vendor": "llvmpipe",
+                "isFallbackAdapter": True,
+                "subgroupMinSize": 4,
+                "subgroupMaxSize": 128,
+            },
             maxBufferSize=2147483647,
             maxComputeInvocationsPerWorkgroup=1024,
             maxComputeWorkgroupSizeX=1024,

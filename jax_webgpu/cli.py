@@ -88,6 +88,9 @@ def _parser() -> argparse.ArgumentParser:
             "--device", metavar="NAME", help=f"a device on paper: {', '.join(PRESETS)}"
         )
         each.add_argument(
+            "--no-overlays", action="store_true", help="the published manifest's variants alone"
+        )
+        each.add_argument(
             "--workgroup-size", type=int, metavar="N", help="in place of the manifest's"
         )
 
@@ -123,7 +126,8 @@ def _info(options: argparse.Namespace) -> int:
 def _explain(options: argparse.Namespace) -> int:
     tunables = {"WORKGROUP_SIZE": options.workgroup_size} if options.workgroup_size else {}
     function, arrays = options.call(options)
-    with jax_webgpu.configure(tunables=tunables), jax.enable_x64(options.dtype == "int64"):
+    settings = jax_webgpu.configure(tunables=tunables, overlays=not options.no_overlays)
+    with settings, jax.enable_x64(options.dtype == "int64"):
         plans = jax_webgpu.explain(function, *arrays, device=options.device)
     for plan in plans:
         print(plan.describe())

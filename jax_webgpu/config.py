@@ -33,11 +33,15 @@ class Settings:
     implementation: str | None = None
     """``reference``, or None: the WebGPU kernels."""
 
+    overlays: bool = True
+    """Whether the manifests' overlays take part."""
+
     def items(self) -> list[tuple[str, Any]]:
         """Name and value of each setting, tunables by their own names."""
         return [
             ("callback", self.callback),
             ("implementation", self.implementation),
+            ("overlays", None if self.overlays else False),
             *self.tunables,
         ]
 
@@ -109,6 +113,9 @@ class configure:
         they replace those set before. A call of an operator that has no such tunable raises.
       implementation: ``"webgpu"``, the default; or ``"reference"``, which lowers the same
         operators to plain JAX, for `jax.export` and for platforms without callbacks.
+      overlays: whether the faster variants that stand beside the published manifests take part;
+        True, the default. On an adapter that is a CPU they do not, unless the tunable ON_CPU is
+        set: each shape is compiled, which takes long there.
 
     Raises:
       ValueError: a value is not one of those above.
@@ -120,6 +127,7 @@ class configure:
         callback: str | _Unset | None = _UNSET,
         tunables: Mapping[str, Any] | _Unset | None = _UNSET,
         implementation: str | _Unset = _UNSET,
+        overlays: bool | _Unset = _UNSET,
     ):
         changes: dict[str, Any] = {}
         if not isinstance(callback, _Unset):
@@ -133,6 +141,10 @@ class configure:
                 expected = "' or '".join(IMPLEMENTATIONS)
                 raise CallError(f"implementation is {implementation!r}; expected '{expected}'")
             changes["implementation"] = None if implementation == "webgpu" else implementation
+        if not isinstance(overlays, _Unset):
+            if not isinstance(overlays, bool):
+                raise CallError(f"overlays is {overlays!r}; expected True or False")
+            changes["overlays"] = overlays
         self._before = settings()
         _apply(replace(self._before, **changes))
 

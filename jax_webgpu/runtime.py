@@ -48,11 +48,14 @@ class Operator:
 
     @property
     def spec(self) -> Spec:
-        """The manifest, loaded once."""
+        """The manifest alone, loaded once."""
+        return _load(resources.specs() / self.manifest, resources.shaders(), None)
+
+    @property
+    def overlaid(self) -> Spec:
+        """The manifest with the faster variants of the overlay beside it, loaded once."""
         manifest = resources.specs() / self.manifest
-        overlay = manifest.with_suffix(".overlay.json")
-        import os
-        return _load(manifest, resources.shaders(), overlay if os.environ.get("OVERLAY") else None)
+        return _load(manifest, resources.shaders(), manifest.with_suffix(".overlay.json"))
 
     def plan(self, resolved: Resolved, capabilities: Capabilities) -> plan.Plan:
         """The plan of a call for a device; see `plan.make`."""

@@ -18,7 +18,7 @@ def call(capsys, line):
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_explain_on_paper(capsys, name):
-    status, out, _ = call(capsys, f"{ROTARY} --device {name}")
+    status, out, _ = call(capsys, f"{ROTARY} --no-overlays --device {name}")
     assert status == 0
     assert re.search(rf"^device +{name}$", out, re.M)
     assert re.search(r"^variant +rank4_cache2_pos_quad$", out, re.M)
@@ -27,6 +27,17 @@ def test_explain_on_paper(capsys, name):
     assert "@compute @workgroup_size(256)" in out
     assert "rank4_cache2_pos: applies too, but rank4_cache2_pos_quad comes first" in out
     assert "`ranks.x == 3`: 4, expected 3" in out
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_explain_with_overlays(capsys, name):
+    """On a GPU the faster variants beside the manifest's; on a CPU, where compiling lasts, not."""
+    _, out, _ = call(capsys, f"{ROTARY} --device {name}")
+    quad, items = "rank4_cache2_pos_quad", "rank4_cache2_pos_items"
+    chosen = quad if name in ("lavapipe", "swiftshader") else items
+    assert re.search(rf"^variant +{chosen}$", out, re.M)
+    outdone = re.search(rf"{quad}.*: applies too, but {items} comes first", out)
+    assert bool(outdone) == (chosen == items)
 
 
 def test_explain_needs_no_gpu(run_snippet):
@@ -44,7 +55,7 @@ def test_explain_needs_no_gpu(run_snippet):
 
 def test_explain_split(capsys):
     line = "explain split --x 4,9 --axis -1 --split 2,3,4 --dtype int8 --workgroup-size 64"
-    status, out, _ = call(capsys, f"{line} --device floor")
+    status, out, _ = call(capsys, f"{line} --no-overlays --device floor")
     assert status == 0
     assert re.search(r"^variant +three_outputs_block_scalar_x4$", out, re.M)
     assert "WORKGROUP_SIZE = 64" in out

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -720,7 +721,16 @@ def test_no_poison_survives(case, poisoned):
 # --- threads ------------------------------------------------------------------------------------
 
 
-def test_eight_threads():
+@pytest.fixture
+def hasty():
+    """Threads take turns far more often than is usual."""
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(usual)
+
+
+def test_eight_threads_of_calls():
     """Eager and jitted calls of both operators at once, most shapes in several threads."""
     cases = [case for case in CASES if case.dtype != "int64"]
     order = np.random.default_rng(8).permutation(len(cases))
@@ -736,3 +746,20 @@ def test_eight_threads():
 
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(calls, range(8))) == list(range(8))
+
+
+def test_eight_threads_on_one_device(hasty, fresh):
+    """Of one plan, so that all want the same buffers."""
+    gpu, plan = fresh(), planned(split_x, X)
+
+    def launches(thread):
+        x = X + np.uint32(1000 * thread)
+        for _ in range(50):
+            first, second = np.zeros(3, np.uint32), np.zeros(4, np.uint32)
+            gpu.run(plan, [x.reshape(plan.inputs[0].tensor.shape)], [first, second])
+            assert [*first, *second] == x.tolist()
+        return thread
+
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(launches, range(8))) == list(range(8))
+    assert gpu.counters["dispatches"] == 8 * 50

@@ -18,12 +18,6 @@ import jax_webgpu
 same = np.testing.assert_array_equal
 
 
-@pytest.fixture(scope="module", params=["buffer", "pure"])
-def crossing(request):
-    with jax_webgpu.configure(callback=request.param):
-        yield
-
-
 def by_id(cases):
     return pytest.mark.parametrize("case", cases, ids=lambda case: case.id)
 
@@ -175,7 +169,7 @@ def test_jvp(case, run):
 
 
 @by_id(EXACT)
-def test_vjp(case, run, crossing):
+def test_vjp(case, run):
     x, cos, sin, *ids = exact_inputs(case)
     ct = eighths(np.random.default_rng(5), x.shape)
 
@@ -248,7 +242,7 @@ def pulled_back(run, x, cos, sin, ids, ct, **keywords):
     return run(f, *(np.array(a, np.float32) for a in (ct, x, cos, sin)))
 
 
-def test_golden_partial_rotation(run, crossing):
+def test_golden_partial_rotation(run):
     # One head of 6 of which 4 are rotated, in halves: the pairs are (x0, x2) and (x1, x3), and x4
     # and x5 are copied. Row: c = (2, 3), s = (1, 5); so cos² + sin² is 5 and 34.
     # y  = (1·2 - 3·1, 2·3 - 4·5, 1·1 + 3·2, 2·5 + 4·3, 5, 6) = (-1, -14, 7, 22, 5, 6)
@@ -268,7 +262,7 @@ def test_golden_partial_rotation(run, crossing):
     same(ct_sin, [[[-12, -12]]])
 
 
-def test_golden_interleaved(run, crossing):
+def test_golden_interleaved(run):
     # The same head and row, its pairs now neighbours: (x0, x1) and (x2, x3).
     # y  = (1·2 - 2·1, 1·1 + 2·2, 3·3 - 4·5, 3·5 + 4·3, 5, 6) = (0, 5, -11, 27, 5, 6)
     x, cos, sin = [[[[1, 2, 3, 4, 5, 6]]]], [[[2, 3]]], [[[1, 5]]]
@@ -288,7 +282,7 @@ def test_golden_interleaved(run, crossing):
     same(ct_sin, [[[-6, -6]]])
 
 
-def test_golden_repeated_positions_and_heads(run, crossing):
+def test_golden_repeated_positions_and_heads(run):
     # One pair a head, two heads, three tokens at rows 2, 0 and 2 of three: row 1 is not used.
     # Rows: c = (1, 9, 2), s = (3, 9, 5).
     #   head 0: token 0 (1, 2), token 1 (3, 4), token 2 (5, 6)
@@ -317,7 +311,7 @@ def test_golden_repeated_positions_and_heads(run, crossing):
     same(ct_sin, [[21], [0], [-42]])
 
 
-def test_golden_split(run, crossing):
+def test_golden_split(run):
     # Of the parts (x0), (x1, x2), (x3, x4, x5) only the second is used, and twice; the gradient of
     # (2·x1 + 2·x2)² / 4 = (x1 + x2)² is 2·(x1 + x2) = 2·(3 + 5) = 16 for both, and 0 for the rest.
     def f(x):
@@ -565,7 +559,7 @@ def plain_rotary_embedding(x, cos, sin, ids):
     return jnp.concatenate([a * c - b * s, a * s + b * c], axis=-1)
 
 
-def test_derivatives_of_both(run, crossing):
+def test_derivatives_of_both(run):
     """First and second derivatives of a function of both operators, against plain JAX's."""
     rng = np.random.default_rng(5)
     arrays = [eighths(rng, shape) for shape in ((2, 6, 3, 8), (4, 4), (4, 4))]
@@ -670,3 +664,16 @@ def test_cotangents_have_the_dtypes_of_their_arguments(x64, run):
     same(ct_x[..., 4:], np.zeros((2, 3, 5, 4), jnp.bfloat16))
     same(ct_cos, np.full((2, 5, 4), 6))
     same(ct_sin, np.zeros((2, 5, 4)))
+
+
+# --- crossings ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("callback", ["buffer", "pure"])
+def test_crossings(callback, run):
+    with jax_webgpu.configure(callback=callback):
+        test_golden_repeated_positions_and_heads(run)
+        test_golden_split(run)
+        test_jvp(EXACT[0], run)
+        test_linear_transpose(EXACT[1], run)
+        test_derivatives_of_both(run)

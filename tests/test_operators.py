@@ -115,6 +115,16 @@ def test_case(case, run):
 
 
 @by_id(CASES)
+def test_case_of_the_overlays(case):
+    """The faster variants beside the manifests, which a CPU adapter takes only when it is told."""
+    f = public_function(case)
+    with jax_webgpu.configure(tunables={"ON_CPU": True}), jax.enable_x64(case.dtype == "int64"):
+        inputs = case.inputs()
+        assert {plan.variant.split("_")[-1] for plan in jax_webgpu.explain(f, *inputs)} <= {"items"}
+        assert_right(jax.jit(f)(*inputs), case, inputs)
+
+
+@by_id(CASES)
 def test_case_on_the_engine(case):
     """Below the public functions, which may choose another variant for the same bits."""
     rules = rotary_embedding.Rules if isinstance(case, RotaryCase) else split.Rules

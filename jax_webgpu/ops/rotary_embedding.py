@@ -311,7 +311,7 @@ class Rules:
             # The manifest knows int64 alone; any integer array is checked on its way to u32.
             inputs["positionIds"] = Tensor(inputs["positionIds"].shape, "int64")
         return resolve(
-            Rules.operator.spec,
+            Rules.operator.overlaid if call.settings.overlays else Rules.operator.spec,
             inputs,
             attributes=dict(call.attributes),
             tunables=dict(call.settings.tunables),
@@ -384,7 +384,9 @@ class Rules:
         asked: list[Any] = []
         if ids:
             positions = front(ids[0], axes[3])
-            asked = [ids[-1] if axes[-1] is None else jnp.moveaxis(ids[-1], axes[-1], 0)]
+            asked = ids[
+                -1:
+            ]  # with all batch axes in place: a message names an index of the caller's
             rows = cos.shape[0] if axes[1] is None else cos.shape[axes[1] == 0]
             static["rows"] = dict(call.static).get("rows", rows)
             if mapped:

@@ -17,6 +17,7 @@ from jax_webgpu.ops.common import array, fit_workgroup_size, integer
 from jax_webgpu.primitive import Call, Spec
 from jax_webgpu.resolve import Resolved, Tensor, resolve
 from jax_webgpu.runtime import Arrays, Operator
+from jax_webgpu.spec import Spec as Manifest
 
 # Elements of less than a byte cross to the host as these, which hold each of their values.
 _WIDER = {
@@ -189,7 +190,9 @@ class Rules:
         else:
             dtype, width = ("int16", 2) if itemsize == 2 else ("uint8", 1)
         columns = [run // width for run in runs]
-        return _matrix(rows, columns, dtype, dict(call.settings.tunables))
+        operator = Rules.operator
+        spec = operator.overlaid if call.settings.overlays else operator.spec
+        return _matrix(spec, rows, columns, dtype, dict(call.settings.tunables))
 
     @staticmethod
     def results(call: Call, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -254,10 +257,12 @@ class Rules:
         return [jax.lax.concatenate(parts, axis)]
 
 
-def _matrix(rows: int, columns: Sequence[int], dtype: str, tunables: Mapping[str, Any]) -> Resolved:
+def _matrix(
+    spec: Manifest, rows: int, columns: Sequence[int], dtype: str, tunables: Mapping[str, Any]
+) -> Resolved:
     """The engine's call that cuts a matrix into parts of so many columns."""
     return resolve(
-        Rules.operator.spec,
+        spec,
         {"input": Tensor((rows, sum(columns)), dtype)},
         attributes={"axis": 1},
         outputs={f"y{index}": (rows, width) for index, width in enumerate(columns)},
@@ -270,7 +275,7 @@ def _matrix_call(
 ) -> tuple[Resolved, Arrays, Arrays]:
     columns = [part.shape[1] for part in parts]
     dtype = resolved.inputs[0][1].dtype
-    return _matrix(len(x), columns, dtype, dict(resolved.tunables)), [x], parts
+    return _matrix(resolved.spec, len(x), columns, dtype, dict(resolved.tunables)), [x], parts
 
 
 _split = primitive.register(Rules)
