@@ -190,14 +190,12 @@ def choose(found: Sequence[AdapterInfo], wanted: str | None) -> AdapterInfo:
     if wanted is None:
         return ranked[0]
     listing = "\n".join(f"  {adapter.index}: {adapter}" for adapter in found)
-    if wanted.isdecimal():
-        for adapter in found:
-            if adapter.index == int(wanted):
-                return adapter
-    else:
-        for adapter in ranked:
-            if wanted.lower() in str(adapter).lower():
-                return adapter
+    for adapter in found:
+        if wanted == str(adapter.index):
+            return adapter
+    for adapter in ranked:
+        if wanted.lower() in str(adapter).lower():
+            return adapter
     raise AdapterError(f"JAX_WEBGPU_ADAPTER is {wanted!r}, and the adapters are:\n{listing}")
 
 

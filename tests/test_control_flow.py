@@ -12,6 +12,7 @@ import oracle
 import pytest
 from calls import counted, eighths, exact_inputs, names
 from cases import RotaryCase
+from jax.ad_checkpoint import checkpoint_name
 
 import jax_webgpu
 from jax_webgpu.ops import rotary_embedding as rotary_module
@@ -205,7 +206,7 @@ def test_crossings(callback, run):
         test_scan({}, run)
         test_while_loop(run)
         test_cond(run)
-        test_donated_argument(run)
+        test_donated_argument()
         test_equal_calls_are_lowered_once()
 
 
@@ -214,7 +215,7 @@ def test_crossings(callback, run):
 
 def squares(x):
     """Its gradient needs the rotated array, or rotates x once more for it."""
-    y = jax.ad_checkpoint.checkpoint_name(rotate(x), "rotated")
+    y = checkpoint_name(rotate(x), "rotated")
     first, second = SPLIT_3_5(y * y)
     return first.sum() + 2 * second.sum()
 
@@ -224,23 +225,25 @@ def true_gradient_of_squares():
     return rotated(2 * weights * rotated(X), sin=-SIN)
 
 
-# Which policy, and the dispatches of a gradient: the rotation and, where the value is asked for,
-# the split; the rotation again, or not; and back.
+# Which policy, and how often a gradient rotates: forward, once more where the rotated array was
+# not kept, and back.
 POLICIES = {
-    "nothing_saveable": (jax.checkpoint_policies.nothing_saveable, 4),
-    "everything_saveable": (jax.checkpoint_policies.everything_saveable, 3),
-    "names": (jax.checkpoint_policies.save_only_these_names("rotated"), 3),
+    "nothing_saveable": (jax.checkpoint_policies.nothing_saveable, 3),
+    "everything_saveable": (jax.checkpoint_policies.everything_saveable, 2),
+    "names": (jax.checkpoint_policies.save_only_these_names("rotated"), 2),
 }
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_checkpoint(policy, run):
-    policy, expected = POLICIES[policy]
+    policy, rotations = POLICIES[policy]
     f = jax.value_and_grad(jax.checkpoint(squares, policy=policy))
+    assert names(jax.make_jaxpr(f)(X).jaxpr).count("rotary_embedding") == rotations
     (value, gradient), dispatches = counted(run, f, X)
     near(value, squares(X))
     same(gradient, true_gradient_of_squares())
-    assert dispatches == expected
+    # The split is one more. XLA, on the CPU, may see that to rotate again gives the same.
+    assert 3 <= dispatches <= rotations + 1
 
 
 def test_checkpoint_of_scan(run):
@@ -271,7 +274,7 @@ def test_custom_vjp(run):
         return (rotate(ct, sin=-SIN) + jnp.concatenate(parts, axis=-1),)  # not the derivative
 
     f.defvjp(forward, backward)
-    same(run(f, X, 2.0) if run is None else run(lambda x: f(x, 2.0), X), 2 * rotated(X))
+    same(run(lambda x: f(x, 2.0), X), 2 * rotated(X))
     ct = eighths(np.random.default_rng(5), X.shape)
     actual = run(lambda x, ct: jax.vjp(lambda x: f(x, 2.0), x)[1](ct)[0], X, ct)
     same(actual, rotated(ct, sin=-SIN) + X)
@@ -298,18 +301,14 @@ def test_custom_jvp(run):
 # --- arguments and modes ------------------------------------------------------------------------
 
 
-def test_donated_argument(run):
+def test_donated_argument():
     """XLA may give the memory of an argument to the result: the host must not mind."""
-    x = jnp.array(X)
     f = jax.jit(rotate, donate_argnums=0)
-    same(run(f, x), rotated(X))
-    # An outer jit does not donate what an inner one may take.
-    same(f(x) if not x.is_deleted() else rotated(X), rotated(X))
-    assert x.is_deleted()
-    y = jnp.array(X)
+    x = y = jnp.array(X)
     for _ in range(3):  # as a decoding loop does
         y = f(y)
     same(y, rotated(rotated(rotated(X))))
+    assert x.is_deleted()
 
 
 def test_donated_argument_of_split():
@@ -442,15 +441,16 @@ def compiled():
 
 
 def test_equal_calls_are_traced_once(run, looked_at, compiled):
-    f = run if run is None else partial(run, rotate)
-    f(X)
-    parts = partial(run, SPLIT_3_5)
-    parts(X)
+    x = np.ones((7, 3, 5), np.float32)  # met by no other test, which would have traced it
+
+    def f(x):
+        return jax_webgpu.split(x, (2, 3), axis=-1)
+
+    run(f, x)
     assert looked_at and compiled
     looked_at.clear()
     compiled.clear()
-    f(X / 2)
-    parts(X / 2)
+    run(f, x + 1)
     assert (looked_at, compiled) == ([], [])
 
 
@@ -462,10 +462,11 @@ def test_calls_that_mean_the_same_are_traced_once(looked_at, compiled):
     rotate(num_heads=3, rotary_embedding_dim=4)
     split((6, 12, 6), axis=2)
     split((1, 1))
+    three = jnp.int32(3)
     looked_at.clear()
     compiled.clear()
     rotate(num_heads=np.int64(3), rotary_embedding_dim=np.uint8(4), interleaved=False)
-    rotate(num_heads=jnp.int32(3), rotary_embedding_dim=4, interleaved=np.bool_(False))
+    rotate(num_heads=three, rotary_embedding_dim=4, interleaved=np.bool_(False))
     rotate(num_heads=3, rotary_embedding_dim=4, interleaved=0)
     split([6, 12, 6], axis=-1)
     split(np.array([6, 12, 6]), axis=np.int32(2))
@@ -502,17 +503,17 @@ def test_partials_are_values(kind, again, run):
     same(run(lambda x: again(f)(x, position_ids=POSITIONS), X), rotated(X))
 
 
-def test_functions_as_arguments(looked_at):
+def test_functions_as_arguments(compiled):
     """A public function as a static argument; a `Partial` of one, with its arrays, as a pytree."""
     apply = jax.jit(lambda f, *args: f(*args), static_argnums=0)
-    same(
-        apply(jax_webgpu.rotary_embedding, X[..., :4], COS, SIN, POSITIONS)[0],
-        apply(copy.deepcopy(jax_webgpu.rotary_embedding), X[..., :4], COS, SIN, POSITIONS)[0],
-    )
-    assert len({id(call) for call in looked_at}) <= 2
-    with_caches = jax.tree_util.Partial(jax_webgpu.rotary_embedding, X, COS, SIN, POSITIONS)
-    y = jax.jit(lambda f: f(rotary_embedding_dim=4))(with_caches)
-    same(y, rotated(X))
+    arguments = (X[..., :4], COS, SIN, POSITIONS)
+    whole = rotated(*arguments, rotary_embedding_dim=0)
+    same(apply(jax_webgpu.rotary_embedding, *arguments), whole)
+    compiled.clear()
+    same(apply(copy.deepcopy(jax_webgpu.rotary_embedding), *arguments), whole)
+    assert compiled == []
+    with_arrays = jax.tree_util.Partial(jax_webgpu.rotary_embedding, X, COS, SIN, POSITIONS)
+    same(jax.jit(lambda f: f(rotary_embedding_dim=4))(with_arrays), rotated(X))
 
 
 def test_pickled_for_another_process(run_snippet):

@@ -7,13 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_webgpu import config, device
 from jax_webgpu.capabilities import Capabilities
-from jax_webgpu.errors import DTypeError, LimitError
+from jax_webgpu.errors import CallError, DTypeError, LimitError
 from jax_webgpu.resolve import Resolved
 
 
 def array(value: Any, name: str) -> jax.Array:
     """A JAX or NumPy array as a JAX array; anything else is refused by `name`."""
+    device.check_process()  # in a forked child what follows could hang
     if not isinstance(value, jax.Array | np.ndarray | np.generic):
         kind = type(value).__name__
         raise DTypeError(f"{name} must be an array, got {kind}: pass jnp.asarray({name})")
@@ -38,6 +40,15 @@ def is_concrete(value: Any) -> bool:
     if isinstance(value, jax.core.Tracer):
         return False
     return not isinstance(value, jax.Array) or value.is_fully_addressable
+
+
+def tunables(settings: config.Settings) -> dict[str, Any]:
+    """The tunables that are set, of which WORKGROUP_SIZE must be a possible one."""
+    known = dict(settings.tunables)
+    size = known.get("WORKGROUP_SIZE", 1)
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise CallError(f"WORKGROUP_SIZE is {size!r}; expected a whole number, 1 or more")
+    return known
 
 
 def fit_workgroup_size(resolved: Resolved, capabilities: Capabilities) -> Resolved:

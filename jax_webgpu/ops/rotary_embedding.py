@@ -17,7 +17,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jax_webgpu import primitive
 from jax_webgpu.capabilities import Capabilities
 from jax_webgpu.errors import CallError, DTypeError
-from jax_webgpu.ops.common import array, fit_workgroup_size, integer, is_concrete
+from jax_webgpu.ops.common import array, fit_workgroup_size, integer, is_concrete, tunables
 from jax_webgpu.primitive import Call, Spec
 from jax_webgpu.resolve import Pairs, Resolved, Tensor, resolve
 from jax_webgpu.runtime import Arrays, Operator
@@ -45,8 +45,9 @@ def rotary_embedding(
         y[a] = x[a] * cos[p, i] - x[b] * sin[p, i]
         y[b] = x[a] * sin[p, i] + x[b] * cos[p, i]
 
-    where `a, b = i, i + r/2`, or `2*i, 2*i + 1` if interleaved. Elements from `r` on are copied
-    bit for bit. The rotation is computed in float32 and rounded once.
+    where `a, b = i, i + r/2`, or `2*i, 2*i + 1` if interleaved. The rotation is computed in float32
+    and rounded once. Elements from `r` on are copied bit for bit; but where x is converted on the
+    way (bfloat16, or float16 with caches of another dtype) a NaN may come out as another NaN.
 
     Args:
       x: float32, float16 or bfloat16, (batch, num_heads, sequence, head_size); or (batch, sequence,
@@ -58,7 +59,8 @@ def rotary_embedding(
         angle. Of any of x's dtypes, or float64, which is rounded to float32 first.
       sin_cache: sines, likewise. See `rotary_cache`.
       position_ids: the cache row of each position, int32, uint32 or int64 of (batch, sequence).
-        Every value is checked against the rows: concrete ones before anything runs.
+        Every value is checked against the rows: concrete ones before anything runs. Where nothing
+        can be checked, under `jax.jit` in plain JAX (see `configure`), one without a row gives NaNs.
       interleaved: False pairs the first half of a head with the second, as GPT-NeoX and Hugging
         Face's models do (Llama's too, whose weights are permuted for it); True pairs neighbours,
         as RoFormer and Meta's own Llama code do.
@@ -70,8 +72,8 @@ def rotary_embedding(
 
     Raises:
       ValueError: a shape, an attribute or a position does not fit; the message names it. Under
-        `jax.jit` positions are checked when the call runs, and the sentence arrives in a
-        `jax.errors.JaxRuntimeError`.
+        `jax.jit` positions are checked when the call runs, and the sentence arrives inside a
+        `jax.errors.JaxRuntimeError`, or a `ValueError` that JAX makes of it.
       TypeError: a dtype is not admitted.
       jax_webgpu.DeviceError: the device cannot run the call (inside a `JaxRuntimeError`).
     """
@@ -314,7 +316,7 @@ class Rules:
             Rules.operator.overlaid if call.settings.overlays else Rules.operator.spec,
             inputs,
             attributes=dict(call.attributes),
-            tunables=dict(call.settings.tunables),
+            tunables=tunables(call.settings),
         )
 
     @staticmethod
@@ -323,13 +325,12 @@ class Rules:
 
     @staticmethod
     def reference(call: Call, *operands: Any) -> Sequence[Any]:
-        x, cos, sin = (operand.astype(jnp.float32) for operand in operands[:3])
-        pairs, tail = _pairs(call, x, _width(cos))
-        c, s = (_by_token(call, operands[0], cache, operands[3:]) for cache in (cos, sin))
-        a, b = pairs
-        rotated = _unpaired(call, (a * c - b * s, a * s + b * c))
-        y = jnp.concatenate([rotated, tail], axis=-1).reshape(x.shape)
-        return [y.astype(operands[0].dtype)]
+        x, *caches = operands[:3]
+        pairs, tail = _pairs(call, x, _width(caches[0]))
+        a, b = (each.astype(jnp.float32) for each in pairs)
+        c, s = (_by_token(call, cache.astype(jnp.float32), operands[3:]) for cache in caches)
+        rotated = _unpaired(call, (a * c - b * s, a * s + b * c)).astype(x.dtype)
+        return [jnp.concatenate([rotated, tail], axis=-1).reshape(x.shape)]
 
     @staticmethod
     def partition(
@@ -479,9 +480,12 @@ def _head_axis(call: Call) -> int:
     return 2 if "num_heads" in dict(call.attributes) else 1
 
 
-def _by_token(call: Call, x: Any, cache: Any, ids: Sequence[Any]) -> Any:
-    """The row of each token, with an axis of size 1 for the heads."""
-    return jnp.expand_dims(cache[ids[0]] if ids else cache, _head_axis(call))
+def _by_token(call: Call, cache: Any, ids: Sequence[Any]) -> Any:
+    """The row of each token, with an axis of size 1 for the heads; NaNs where there is none."""
+    if ids:
+        options = {"mode": "fill", "fill_value": jnp.nan, "wrap_negative_indices": False}
+        cache = cache.at[ids[0]].get(**options)
+    return jnp.expand_dims(cache, _head_axis(call))
 
 
 def _to_rows(call: Call, by_pair: Any, shape: tuple[int, ...], ids: Sequence[Any]) -> Any:

@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 from jax_webgpu import primitive
 from jax_webgpu.dtypes import TABLE
 from jax_webgpu.errors import CallError, DTypeError
-from jax_webgpu.ops.common import array, fit_workgroup_size, integer
+from jax_webgpu.ops.common import array, fit_workgroup_size, integer, tunables
 from jax_webgpu.primitive import Call, Spec
 from jax_webgpu.resolve import Resolved, Tensor, resolve
 from jax_webgpu.runtime import Arrays, Operator
@@ -192,7 +192,7 @@ class Rules:
         columns = [run // width for run in runs]
         operator = Rules.operator
         spec = operator.overlaid if call.settings.overlays else operator.spec
-        return _matrix(spec, rows, columns, dtype, dict(call.settings.tunables))
+        return _matrix(spec, rows, columns, dtype, tunables(call.settings))
 
     @staticmethod
     def results(call: Call, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
