@@ -129,6 +129,8 @@ def _explain(options: argparse.Namespace) -> int:
     settings = jax_webgpu.configure(tunables=tunables, overlays=not options.no_overlays)
     with settings, jax.enable_x64(options.dtype == "int64"):
         plans = jax_webgpu.explain(function, *arrays, device=options.device)
+    asked = ", ".join(f"{array.dtype}{list(array.shape)}" for array in arrays)
+    print(f"asked     {options.operator} of {asked}")
     for plan in plans:
         print(plan.describe())
         names = variants.select(plan.resolved, plan.capabilities).scope

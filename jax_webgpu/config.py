@@ -80,6 +80,7 @@ _UNSET: Final = _Unset()
 class _State:
     lock: threading.Lock = field(default_factory=threading.Lock)
     settings: Settings | None = None
+    checks: list[Callable[[Settings], None]] = field(default_factory=list)
     listeners: list[Callable[[], None]] = field(default_factory=list)
 
 
@@ -92,6 +93,11 @@ def settings() -> Settings:
         _apply(Settings(callback=environment().callback), tell=False)
     assert _state.settings is not None
     return _state.settings
+
+
+def check_with(check: Callable[[Settings], None]) -> None:
+    """Calls `check` with new settings before they apply; it raises to refuse them."""
+    _state.checks.append(check)
 
 
 def on_change(listener: Callable[[], None]) -> None:
@@ -110,7 +116,8 @@ class configure:
         `jax.experimental.buffer_callback`, which copies nothing but works on the CPU platform
         alone; None, the default, takes ``"buffer"`` on the CPU platform and ``"pure"`` elsewhere.
       tunables: values by name for the manifests' tunables, such as ``{"WORKGROUP_SIZE": 64}``;
-        they replace those set before. A call of an operator that has no such tunable raises.
+        they replace those set before. Each must be one of some operator's; a call of an operator
+        that has no such tunable raises.
       implementation: ``"webgpu"``, the default; or ``"reference"``, which lowers the same
         operators to plain JAX, for `jax.export` and for platforms without callbacks.
       overlays: whether the faster variants that stand beside the published manifests take part;
@@ -146,7 +153,10 @@ class configure:
                 raise CallError(f"overlays is {overlays!r}; expected True or False")
             changes["overlays"] = overlays
         self._before = settings()
-        _apply(replace(self._before, **changes))
+        new = replace(self._before, **changes)
+        for check in _state.checks:
+            check(new)
+        _apply(new)
 
     def __enter__(self) -> Self:
         return self

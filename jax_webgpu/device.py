@@ -216,10 +216,12 @@ def _fleet(found: "Sequence[wgpu.GPUAdapter]") -> list[AdapterInfo]:
                 f"{_REMEDIES}"
             )
         if environment.adapter is None:
-            warnings.warn(
+            # Often this runs in a callback, where no line of the user's is on the stack.
+            warnings.warn_explicit(
                 f"no GPU was found, so jax_webgpu uses a CPU adapter: {chosen}",
                 SoftwareAdapterWarning,
-                stacklevel=2,
+                "jax_webgpu",
+                0,
             )
     if environment.adapter is not None or chosen.kind == "CPU":
         return [chosen]

@@ -32,6 +32,16 @@ except ImportError:  # a JAX without it crosses by `jax.pure_callback` everywher
 config.on_change(jax.clear_caches)
 
 
+@config.check_with
+def _check_tunables(settings: config.Settings) -> None:
+    if settings.tunables:
+        specs = [registered.operator.overlaid for registered in _registered.values()]
+        known = set[str]().union(*(spec.tunables for spec in specs))
+        for name, _ in settings.tunables:
+            if name not in known:
+                raise CallError(f"no operator has a tunable {name}: {', '.join(sorted(known))}")
+
+
 @dataclass(frozen=True)
 class Call:
     """The static parameters of one bind. Equal calls are equal, so that JAX lowers them once."""

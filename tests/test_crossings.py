@@ -345,12 +345,21 @@ def test_tunables_reach_plan_and_results(case, run):
     assert workgroup_sizes(plan) == [256]
 
 
+def test_an_unknown_tunable():
+    """It is refused where it is set, and nothing has changed."""
+    before = jax_webgpu.config.settings()
+    with pytest.raises(ValueError, match=r"tunable WORKGROUP_SIZES: .* WORKGROUP_SIZE\b"):
+        jax_webgpu.configure(tunables={"WORKGROUP_SIZES": 64})
+    assert jax_webgpu.config.settings() == before
+
+
 @both_operators
-def test_an_unknown_tunable(case, run):
+@pytest.mark.parametrize("size", [0, -1, 1.5, True, "64"])
+def test_an_impossible_workgroup_size(case, size, run):
     f, inputs = public_function(case), case.inputs()
     with (
-        jax_webgpu.configure(tunables={"WORKGROUP_SIZES": 64}),
-        pytest.raises(ValueError, match=r"has no tunable WORKGROUP_SIZES; .* WORKGROUP_SIZE\b"),
+        jax_webgpu.configure(tunables={"WORKGROUP_SIZE": size}),
+        pytest.raises(ValueError, match=rf"WORKGROUP_SIZE is {size!r}; expected a whole number"),
     ):
         run(f, *inputs)
 

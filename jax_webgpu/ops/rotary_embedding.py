@@ -60,7 +60,8 @@ def rotary_embedding(
       sin_cache: sines, likewise. See `rotary_cache`.
       position_ids: the cache row of each position, int32, uint32 or int64 of (batch, sequence).
         Every value is checked against the rows: concrete ones before anything runs. Where nothing
-        can be checked, under `jax.jit` in plain JAX (see `configure`), one without a row gives NaNs.
+        can be checked, under `jax.jit` in plain JAX (see `configure`), one without a row gives
+        NaNs.
       interleaved: False pairs the first half of a head with the second, as GPT-NeoX and Hugging
         Face's models do (Llama's too, whose weights are permuted for it); True pairs neighbours,
         as RoFormer and Meta's own Llama code do.
@@ -82,10 +83,11 @@ def rotary_embedding(
     dtype = _computed_in(x, cos, sin)
     _check_shapes(x, cos, sin, position_ids, attributes)
     positions = [] if position_ids is None else [_positions(x, cos, position_ids)]
-    if position_ids is None and len(cos) == 1 != len(x):
+    if position_ids is None and cos.shape[0] == 1 != x.shape[0]:
         # One example's caches for all: as a table, whose rows every example names in order.
         cos, sin = cos[0], sin[0]
-        positions = [jnp.broadcast_to(jnp.arange(len(cos), dtype=np.int32), (len(x), len(cos)))]
+        batch, rows = x.shape[0], cos.shape[0]
+        positions = [jnp.broadcast_to(jnp.arange(rows, dtype=np.int32), (batch, rows))]
     operands = [*(each.astype(dtype) for each in (x, cos, sin)), *positions]
     (y,) = _rotary.bind(operands, tuple(attributes.items()))
     return y.astype(x.dtype)
@@ -146,7 +148,10 @@ def _attributes(
         )
     if x.ndim == 3:
         if num_heads is None:
-            raise CallError(f"num_heads is needed where x has rank 3, as here: {x.shape}")
+            raise CallError(
+                f"x has shape {x.shape}; expected num_heads with rank 3, (batch, sequence, "
+                "num_heads * head_size); if x lacks its batch axis, pass x[None]"
+            )
         attributes["num_heads"] = heads = integer(num_heads, "num_heads")
         if heads < 1 or x.shape[2] % heads:
             raise CallError(
@@ -187,6 +192,8 @@ def _check_shapes(
     rotary, of = attributes["rotary_embedding_dim"], "rotary_embedding_dim"
     if rotary == 0:
         rotary, of = _head_size(x.shape, attributes), "the head size"
+        if x.ndim == 3:
+            of += f" with num_heads={attributes['num_heads']}"
     half = rotary // 2
     if positions is not None and cos.ndim != 2:
         raise CallError(
@@ -195,18 +202,19 @@ def _check_shapes(
     if positions is None and cos.ndim != 3:
         raise CallError(
             f"cos_cache has shape {cos.shape}; expected rank 3, ({batch}, {sequence}, {half}), "
-            "without position_ids"
+            "without position_ids: pass these, or cos_cache[positions]"
         )
     if cos.shape[-1] == rotary != half:
         raise CallError(
-            f"cos_cache has shape {cos.shape}, the full width of {rotary}; expected half the "
-            f"width, {half}: pass cos_cache[..., :{half}], or cos_cache[..., ::2] where each value "
-            "stands twice in a row"
+            f"cos_cache has shape {cos.shape}, the full width of {rotary}, {of}; expected half "
+            f"the width, {half}: pass cos_cache[..., :{half}], or cos_cache[..., ::2] where each "
+            "value stands twice in a row"
         )
     if cos.shape[-1] != half:
         raise CallError(
-            f"cos_cache has shape {cos.shape}; expected a last dimension of {half}, half of {of}, "
-            f"{rotary}"
+            f"cos_cache has shape {cos.shape}; expected a last dimension of {half}, half of "
+            f"{rotary}, {of}; where less than the whole head is rotated, rotary_embedding_dim says "
+            "how much"
         )
     if positions is None and cos.shape not in ((batch, sequence, half), (1, sequence, half)):
         raise CallError(
@@ -226,10 +234,16 @@ def _positions(x: jax.Array, cos: jax.Array, position_ids: Any) -> jax.Array:
         raise DTypeError(
             f"position_ids has dtype {position_ids.dtype}; expected int32, uint32 or int64"
         )
-    if position_ids.shape != (batch, sequence):
+    shape = position_ids.shape
+    if shape != (batch, sequence):
+        hint = ""
+        if shape in ((sequence,), (1, sequence)):
+            hint = f": pass jnp.broadcast_to(position_ids, ({batch}, {sequence}))"
+        elif x.ndim == 4 and shape == (batch, x.shape[1]):
+            hint = "; if x is (batch, sequence, heads, size), pass jnp.swapaxes(x, 1, 2)"
         raise CallError(
-            f"position_ids has shape {position_ids.shape}; expected ({batch}, {sequence}), batch "
-            f"and sequence of x {x.shape}"
+            f"position_ids has shape {shape}; expected ({batch}, {sequence}), batch and sequence "
+            f"of x {x.shape}{hint}"
         )
     if is_concrete(position_ids):
         _check_positions(np.asarray(position_ids), cos.shape[0])

@@ -104,9 +104,13 @@ def _sizes(size: int, split: Any, num_outputs: Any) -> tuple[int, ...]:
         if part < 0:
             raise CallError(f"split[{index}] is {part}; expected 0 or more")
     if not sizes or sum(sizes) != size:
+        hint = ""
+        if list(sizes) == sorted(set(sizes)) and 0 < sum(sizes[-1:]) < size:
+            meant = tuple(np.diff((0, *sizes, size)).tolist())
+            hint = f"; as positions, which jnp.split takes, they mean the sizes {meant}"
         raise CallError(
             f"split is {sizes}, together {sum(sizes)}; expected sizes that add up to {size}, the "
-            "size of x along axis"
+            f"size of x along axis{hint}"
         )
     return sizes
 
