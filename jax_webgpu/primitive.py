@@ -34,12 +34,22 @@ config.on_change(jax.clear_caches)
 
 @config.check_with
 def _check_tunables(settings: config.Settings) -> None:
-    if settings.tunables:
-        specs = [registered.operator.overlaid for registered in _registered.values()]
-        known = set[str]().union(*(spec.tunables for spec in specs))
-        for name, _ in settings.tunables:
-            if name not in known:
-                raise CallError(f"no operator has a tunable {name}: {', '.join(sorted(known))}")
+    """Each is one of some operator's, and of its kind: True must not pass for an equal 1."""
+    if not settings.tunables:
+        return
+    known = dict[str, Any]()
+    for registered in _registered.values():
+        known |= registered.operator.overlaid.tunables
+    for name, value in settings.tunables:
+        if name not in known:
+            raise CallError(f"no operator has a tunable {name}: {', '.join(sorted(known))}")
+        if _kind(value) != _kind(known[name]):
+            wanted = _kind(known[name])
+            raise CallError(f"the tunable {name} is {value!r}; expected a {wanted}")
+
+
+def _kind(value: Any) -> str:
+    return {bool: "boolean", str: "string"}.get(type(value), "number")
 
 
 @dataclass(frozen=True)
