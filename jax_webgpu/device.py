@@ -194,7 +194,8 @@ def choose(found: Sequence[AdapterInfo], wanted: str | None) -> AdapterInfo:
         if wanted == str(adapter.index):
             return adapter
     for adapter in ranked:
-        if wanted.lower() in str(adapter).lower():
+        # One or two digits are an index, though a driver's version may hold them.
+        if wanted.lower() in str(adapter).lower() and not (wanted.isdecimal() and len(wanted) < 3):
             return adapter
     raise AdapterError(f"JAX_WEBGPU_ADAPTER is {wanted!r}, and the adapters are:\n{listing}")
 

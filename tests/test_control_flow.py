@@ -340,10 +340,10 @@ def test_debug_nans(run):
             run(rotate, spoilt)
         with pytest.raises(FloatingPointError, match="nan"):
             run(SPLIT_3_5, spoilt)
-        # Made by the operator itself, of numbers too large.
-        large = np.full_like(COS, 3e38)
+        # Made by the operator itself: the difference of two infinities.
+        one = np.ones_like(COS)
         with pytest.raises(FloatingPointError, match="nan"):
-            run(lambda x: rotate(100 * x, large, large), np.abs(X))
+            run(lambda x: rotate(x, one, one), np.full_like(X, np.inf))
 
 
 # --- what is traced, lowered and kept -----------------------------------------------------------

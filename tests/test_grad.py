@@ -201,6 +201,22 @@ def test_one_argument_at_a_time(case, argnum, run):
     np.testing.assert_allclose(along, (true * direction).sum(), rtol=1e-6)
 
 
+@by_id(EXACT[2:])
+def test_caches_of_one_example_for_all(case, run):
+    """Their cotangents are sums over the batch."""
+    x, cos, sin = exact_inputs(case)
+    cos, sin = cos[:1], sin[:1]
+    ct = eighths(np.random.default_rng(5), x.shape)
+    every = [np.broadcast_to(cache, (case.batch, *cache.shape[1:])) for cache in (cos, sin)]
+    ct_x, *expected = true_cotangents(case, x, *every, ct=ct)
+    actual = run(
+        lambda ct, *arrays: jax.vjp(public_function(case), *arrays)[1](ct), ct, x, cos, sin
+    )
+    same(actual[0], ct_x)
+    for each, true in zip(actual[1:], expected, strict=True):
+        same(each, true.sum(0, keepdims=True))
+
+
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("which", ["cos", "sin", "both"])
 def test_the_tail_has_no_tangent_from_the_caches(which, interleaved, run):

@@ -154,6 +154,19 @@ def test_size_0(name, only_x, run):
     assert (y.shape, y.dtype, dispatches) == ((0, *case.shapes["x"]), np.float32, 0)
 
 
+@pytest.mark.parametrize("axes", [(0, None, None), (1, None, 0), (None, 2, 1), (2, 1, 1)], ids=str)
+def test_caches_of_one_example_for_all(axes, run):
+    """A batch inside the batch: the caches of each call serve all of its examples."""
+    case = CASES["rank4"]
+    f = partial(jax_webgpu.rotary_embedding, **case.keywords)
+    inputs = [a if index == 0 else a[:1] for index, a in enumerate(exact_inputs(case))]
+    draw = lambda array, example: array * np.float32(2**-example)  # noqa: E731
+    arrays = [mapped(a, axis, draw) for a, axis in zip(inputs, axes, strict=True)]
+    y, dispatches = counted(run, jax.vmap(f, axes), *arrays)
+    oracle.assert_same_bits(y, one_by_one(f, arrays, axes))
+    assert dispatches == 1
+
+
 # --- nested -------------------------------------------------------------------------------------
 
 # The axes of the outer call and of the inner one.

@@ -21,11 +21,15 @@ from jax_webgpu.spec import Spec as Manifest
 
 # Elements of less than a byte cross to the host as these, which hold each of their values.
 _WIDER = {
+    "int1": "int8",
     "int2": "int8",
     "int4": "int8",
+    "uint1": "uint8",
     "uint2": "uint8",
     "uint4": "uint8",
     "float4_e2m1fn": "float32",
+    "float6_e2m3fn": "float32",
+    "float6_e3m2fn": "float32",
 }
 
 
