@@ -62,8 +62,8 @@ def environment() -> Environment:
     if callback is not None and callback not in CALLBACKS:
         raise CallError(f"JAX_WEBGPU_CALLBACK is {callback!r}; expected pure or buffer")
     return Environment(
-        adapter=os.environ.get("JAX_WEBGPU_ADAPTER") or None,
-        require_gpu=os.environ.get("JAX_WEBGPU_REQUIRE_GPU", "0") not in ("", "0"),
+        adapter=os.environ.get("JAX_WEBGPU_ADAPTER", "").strip() or None,
+        require_gpu=os.environ.get("JAX_WEBGPU_REQUIRE_GPU", "").lower() in ("1", "true", "yes"),
         callback=callback,
     )
 
@@ -142,7 +142,7 @@ class configure:
                 raise CallError(f"callback is {callback!r}; expected 'pure', 'buffer' or None")
             changes["callback"] = callback
         if not isinstance(tunables, _Unset):
-            changes["tunables"] = _pairs(tunables or {})
+            changes["tunables"] = _pairs({} if tunables is None else tunables)
         if not isinstance(implementation, _Unset):
             if implementation not in IMPLEMENTATIONS:
                 expected = "' or '".join(IMPLEMENTATIONS)
@@ -152,13 +152,19 @@ class configure:
             if not isinstance(overlays, bool):
                 raise CallError(f"overlays is {overlays!r}; expected True or False")
             changes["overlays"] = overlays
-        self._before = settings()
-        new = replace(self._before, **changes)
+        self._changes = changes
+        self._set()
+
+    def _set(self) -> None:
+        self._before: Settings | None = settings()
+        new = replace(self._before, **self._changes)
         for check in _state.checks:
             check(new)
         _apply(new)
 
     def __enter__(self) -> Self:
+        if self._before is None:  # left already, and entered again
+            self._set()
         return self
 
     def __exit__(
@@ -167,10 +173,14 @@ class configure:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        _apply(self._before)
+        before, self._before = self._before, None
+        # Only what this changed: others may have come and gone in between.
+        _apply(replace(settings(), **{name: getattr(before, name) for name in self._changes}))
 
 
-def _pairs(tunables: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+def _pairs(tunables: Any) -> tuple[tuple[str, Any], ...]:
+    if not isinstance(tunables, Mapping) or not all(isinstance(name, str) for name in tunables):
+        raise CallError(f"tunables is {tunables!r}; expected a mapping of names to values")
     for name, value in tunables.items():
         if not isinstance(value, bool | int | float | str):
             kind = type(value).__name__

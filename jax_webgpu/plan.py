@@ -98,6 +98,16 @@ class Plan:
     def label(self) -> str:
         return f"{self.resolved.spec.name}.{self.variant}"
 
+    @functools.cached_property
+    def unwritten(self) -> tuple[str, ...]:
+        """The outputs that have elements and that no pass binds."""
+        bound = {bound.source for each in self.passes for bound in each.bindings}
+        return tuple(
+            name
+            for name, tensor in self.resolved.outputs
+            if math.prod(tensor.shape) and name not in bound
+        )
+
     def describe(self, *, wgsl: bool = True) -> str:
         """The plan as text for a person."""
         return "\n".join(_describe(self, wgsl))

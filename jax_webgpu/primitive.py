@@ -239,12 +239,15 @@ def _per_shard(
     Jitted, since outside of a mesh's context only `jit` brings other arrays to the mesh.
     """
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    explicit = {name for name, kind in kinds if kind == AxisType.Explicit}
+    if explicit == set(mesh.axis_names):
+        explicit = set()  # all: a `vmap` around us may map over one, which must not be named
     on_each: Callable[..., list[Any]] = jax.shard_map(
         lambda *shards: registered.apply(call, *_equally_varying(shards)),
         mesh=mesh,
         in_specs=tuple(P(*spec) for spec in specs),
         out_specs=P(*out),
-        axis_names={name for name, kind in kinds if kind == AxisType.Explicit},
+        axis_names=explicit,
     )
 
     def call_on_shards(*operands: Any) -> list[Any]:
@@ -469,7 +472,7 @@ def explain(f: Callable[..., Any], *args: Any, device: str | None = None, **kwar
       *args: arrays, or `jax.ShapeDtypeStruct`s, in pytrees.
       device: ``"floor"``, ``"apple-m"``, ``"swiftshader"``, ``"lavapipe"`` or ``"h200"``; by
         default the adapter of this machine. With a name, no GPU is needed.
-      **kwargs: as `args`.
+      **kwargs: as `args`; numbers, booleans and strings stay what they are.
 
     Returns:
       A tuple of plans in the order of the program, which prints as text. Of each, `variant` is
@@ -477,10 +480,13 @@ def explain(f: Callable[..., Any], *args: Any, device: str | None = None, **kwar
 
     Raises:
       ValueError: `device` is unknown.
+      LimitError: an array is larger than the device binds at once; such a call runs in pieces.
       DeviceError: the device cannot run one of the calls.
     """
     capabilities = on_device(device)
-    jaxpr = jax.make_jaxpr(f)(*args, **kwargs)
+    static = {key: value for key, value in kwargs.items() if isinstance(value, bool | int | str)}
+    traced = {key: value for key, value in kwargs.items() if key not in static}
+    jaxpr = jax.make_jaxpr(functools.partial(f, **static))(*args, **traced)
     return Plans(
         registered.operator.plan(registered.resolve(call, tensors), capabilities)
         for registered, call, tensors in _calls(jaxpr.jaxpr)

@@ -124,6 +124,8 @@ def _run(
                 raise
             _run(operator, gpu, *piece)
         return
+    if ready.unwritten:
+        raise CallError(f"{ready.label}: no pass writes {', '.join(ready.unwritten)}")
     stored = [to_storage(a, buffer) for a, buffer in zip(arrays, ready.inputs, strict=True)]
     landing = [
         out if out.dtype == buffer.dtype.storage else np.empty(out.shape, buffer.dtype.storage)

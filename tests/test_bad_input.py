@@ -401,6 +401,8 @@ def test_scalar(run):
         ("negative", {"rotary_dim": -8}, ValueError, [r"\brotary_dim\b", r"-8\b"]),
         ("positions", {"max_positions": -1}, ValueError, [r"\bmax_positions\b", r"-1\b"]),
         ("base", {"base": -1.0}, ValueError, [r"\bbase\b", r"-1\.0"]),
+        ("endless", {"base": np.inf}, ValueError, [r"\bbase\b", "inf"]),
+        ("text", {"base": "1"}, TypeError, [r"\bbase\b", "number", r"\bstr\b"]),
         ("dtype", {"dtype": "int32"}, TypeError, [r"\bdtype\b", r"\bfloat32\b", r"\bint32\b"]),
     ]
 )

@@ -426,3 +426,19 @@ def test_what_the_caller_set_is_kept_on_a_small_device(case, monkeypatch):
     with jax_webgpu.configure(tunables={"WORKGROUP_SIZE": 16}):
         (plan,) = jax_webgpu.explain(public_function(case), *case.inputs(), device="tiny")
     assert workgroup_sizes(plan) == [16]
+
+
+def test_configure_twice_and_across():
+    """A context can be entered again, and leaving one takes back only what it changed."""
+    settings = jax_webgpu.config.settings
+    context = jax_webgpu.configure(overlays=False)
+    for _ in range(2):
+        with context:
+            assert not settings().overlays
+        assert settings().overlays
+    first, second = jax_webgpu.configure(callback="pure"), jax_webgpu.configure(overlays=False)
+    with second:
+        with first:
+            assert settings().callback == "pure"
+        assert settings().callback is None and not settings().overlays
+    assert settings().overlays

@@ -32,12 +32,12 @@ FAMILIES = (
 )
 
 # The rest of a variant's id, head size and rotary_embedding_dim: a whole head and a part of one.
-# Batch, heads and sequence are the same throughout, so that JAX compiles few shapes.
+# As many heads as tokens, and as many in all, so that JAX compiles few shapes.
 ROWS = (("", 6, 0), ("", 10, 4), ("_output_vec4", 4, 0), ("_output_vec4", 8, 4))
 ROWS += (("_quad", 8, 0), ("_quad", 16, 8))
 
 SECOND_ORDER = tuple(
-    RotaryCase(family + rest, rank, 2, 2, 3, size, dim, interleaved, "float32", rows)
+    RotaryCase(family + rest, rank, 2, 2, 2, size, dim, interleaved, "float32", rows)
     for family, rank, rows in FAMILIES
     for rest, size, dim in ROWS
     for interleaved in (False, True)
@@ -597,7 +597,7 @@ def test_derivatives_of_both(run):
 
 NARROW = [
     pytest.param(case, dtype, id=f"{case.id}-as-{dtype}")
-    for case in EXACT[:3]
+    for case in EXACT[1:3]
     for dtype in ("float16", "bfloat16")
 ]
 
@@ -690,6 +690,4 @@ def test_crossings(callback, run):
     with jax_webgpu.configure(callback=callback):
         test_golden_repeated_positions_and_heads(run)
         test_golden_split(run)
-        test_jvp(EXACT[0], run)
         test_linear_transpose(EXACT[1], run)
-        test_derivatives_of_both(run)

@@ -223,6 +223,43 @@ def test_vmap_with_explicit_axes(run):
         assert np.array_equal(y[0], rotate(4)(x, *rest))
 
 
+@pytest.mark.parametrize("spec", [P("data", "model"), P("data"), P(None, "data", "model")])
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_vmap_over_a_sharded_axis(at, spec, run):
+    """The mapped axis is sharded, or another, or both."""
+    mesh = mesh_of(AxisType.Explicit)
+    _, cos, sin, _ = inputs()
+    rng = np.random.default_rng(at)
+    x = rng.standard_normal((8, 4, 8, 4, 16)).astype(np.float32)
+    mapped = jax.vmap(lambda x: jax_webgpu.split(rotate_rows(x), (4, 12), axis=-1), at, at)
+
+    def rotate_rows(x):
+        ids = np.arange(x.shape[0] * x.shape[2]).reshape(x.shape[0], -1) % ROWS
+        return jax_webgpu.rotary_embedding(x, cos, sin, ids)
+
+    expected = mapped(x)
+    with jax.set_mesh(mesh):
+        sharded = jax.device_put(x, NamedSharding(mesh, spec))
+        assert_alike(run(mapped, sharded), expected)
+        assert_alike(run(jax.grad(loss(mapped)), sharded), jax.grad(loss(mapped))(x))
+
+
+def test_gradient_of_the_caches_through_vmap_over_a_sharded_axis(run):
+    mesh = mesh_of(AxisType.Explicit)
+    x, cos, sin, positions = inputs()
+    four = np.stack([x, -x, 2 * x, x / 2])
+
+    def f(four, cos):
+        return jax.vmap(lambda x: jax_webgpu.rotary_embedding(x, cos, sin, positions))(four)
+
+    expected = jax.grad(loss(f), (0, 1))(four, cos)
+    with jax.set_mesh(mesh):
+        sharded = jax.device_put(four, NamedSharding(mesh, P("data")))
+        own = run(jax.grad(loss(f), (0, 1)), sharded, cos)
+    for one, other in zip(own, expected, strict=True):
+        np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=1e-4, atol=1e-2)
+
+
 def test_automatic_axes(shards):
     """Without help the whole array is run, on every device or on one; `per_shard` avoids it."""
     mesh = mesh_of(AxisType.Auto)

@@ -291,3 +291,26 @@ def test_more_outputs_than_the_manifest_has(count, run):
     sizes = tuple(int(size) for size in rng.integers(0, 4, count))
     x = rng.integers(0, 1000, (3, sum(sizes), 2), dtype=np.int32)
     oracle.assert_split(run(partial(jax_webgpu.split, split=sizes, axis=1), x), x, sizes, 1)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("shape", [(0, 3, 16), (2, 0, 16)])
+def test_derivatives_of_nothing(shape, interleaved, run):
+    """Arrays without elements, of which a part of each head would be rotated."""
+    x, cache = jnp.zeros(shape), jnp.zeros((*shape[:2], 2))
+    f = partial(
+        jax_webgpu.rotary_embedding, num_heads=2, rotary_embedding_dim=4, interleaved=interleaved
+    )
+    y, moved = run(lambda *given: jax.jvp(f, given, given), x, cache, cache)
+    assert y.shape == moved.shape == shape
+    grads = run(jax.grad(lambda *given: f(*given).sum(), (0, 1, 2)), x, cache, cache)
+    assert [each.shape for each in grads] == [shape, cache.shape, cache.shape]
+    with jax_webgpu.configure(implementation="reference"):
+        assert run(f, x, cache, cache).shape == shape
+
+
+def test_explain_takes_the_operators_keywords():
+    x, cache = jnp.ones((1, 3, 16)), jnp.ones((1, 3, 2))
+    call = partial(jax_webgpu.explain, jax_webgpu.rotary_embedding, x, cache, cache)
+    (plan,) = call(num_heads=2, rotary_embedding_dim=4, interleaved=True, device="lavapipe")
+    assert plan.variant == "rank3_cache3"

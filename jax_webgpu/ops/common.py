@@ -19,7 +19,10 @@ def array(value: Any, name: str) -> jax.Array:
     if not isinstance(value, jax.Array | np.ndarray | np.generic):
         kind = type(value).__name__
         raise DTypeError(f"{name} must be an array, got {kind}: pass jnp.asarray({name})")
-    return jnp.asarray(value)
+    try:
+        return jnp.asarray(value)
+    except (TypeError, ValueError) as error:
+        raise DTypeError(f"{name} of dtype {value.dtype} makes no JAX array: {error}") from None
 
 
 def integer(value: Any, name: str) -> int:
@@ -43,11 +46,12 @@ def is_concrete(value: Any) -> bool:
 
 
 def tunables(settings: config.Settings) -> dict[str, Any]:
-    """The tunables that are set, of which WORKGROUP_SIZE must be a possible one."""
+    """The tunables that are set, of which the sizes must be possible ones."""
     known = dict(settings.tunables)
-    size = known.get("WORKGROUP_SIZE", 1)
-    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        raise CallError(f"WORKGROUP_SIZE is {size!r}; expected a whole number, 1 or more")
+    for name in ("WORKGROUP_SIZE", "BYTES_EACH"):
+        size = known.get(name, 1)
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise CallError(f"{name} is {size!r}; expected a whole number, 1 or more")
     return known
 
 

@@ -119,7 +119,8 @@ def rotary_cache(
         raise CallError(f"max_positions is {rows}; expected 0 or more")
     if width < 0 or width % 2:
         raise CallError(f"rotary_dim is {width}; expected an even number, 0 or more")
-    if not base > 0:
+    _check_number(base, "base")
+    if not 0 < base < np.inf:
         raise CallError(f"base is {base}; expected a positive number")
     if not jnp.issubdtype(dtype, jnp.floating):
         raise DTypeError(f"dtype is {np.dtype(dtype)}; expected a float type such as float32")
@@ -131,13 +132,18 @@ def rotary_cache(
 # ---- checks -------------------------------------------------------------------------------------
 
 
+def _check_number(value: Any, name: str) -> None:
+    if isinstance(value, jax.core.Tracer) or not isinstance(value, int | float | np.number):
+        raise DTypeError(f"{name} must be a static number, got {type(value).__name__} {value!r}")
+
+
 def _attributes(
     x: jax.Array, interleaved: Any, rotary_embedding_dim: Any, num_heads: Any
 ) -> dict[str, int]:
     """The attributes in ONNX's form, each checked alone and against x."""
     if isinstance(interleaved, jax.core.Tracer):
         raise DTypeError("interleaved must be static, got a traced value")
-    if interleaved not in (0, 1):
+    if np.ndim(interleaved) or interleaved not in (0, 1):
         raise CallError(f"interleaved is {interleaved!r}; expected True or False")
     width = integer(rotary_embedding_dim, "rotary_embedding_dim")
     attributes = {"interleaved": int(interleaved), "rotary_embedding_dim": width}
@@ -486,7 +492,8 @@ def _pairs(call: Call, x: Any, width: int) -> tuple[tuple[Any, Any], Any]:
 
 def _unpaired(call: Call, pairs: tuple[Any, Any]) -> Any:
     if dict(call.attributes)["interleaved"]:
-        return jnp.stack(pairs, axis=-1).reshape(*pairs[0].shape[:-1], -1)
+        stacked = jnp.stack(pairs, axis=-1)
+        return stacked.reshape(*pairs[0].shape[:-1], 2 * pairs[0].shape[-1])
     return jnp.concatenate(pairs, axis=-1)
 
 
@@ -505,6 +512,9 @@ def _by_token(call: Call, cache: Any, ids: Sequence[Any]) -> Any:
 def _to_rows(call: Call, by_pair: Any, shape: tuple[int, ...], ids: Sequence[Any]) -> Any:
     """The transpose of `_by_token`: sums over the heads, and over the tokens of one row."""
     by_token = by_pair.sum(_head_axis(call))
+    if ids and any(jax.typeof(by_token).sharding.spec):
+        # Of one sharding with the positions, which a `vmap` over a sharded axis leaves apart.
+        by_token = jax.sharding.reshard(by_token, jax.sharding.PartitionSpec())
     return jnp.zeros(shape, by_token.dtype).at[ids[0]].add(by_token) if ids else by_token
 
 
@@ -512,7 +522,9 @@ def _rotated_alone(call: Call, x: Any, cos: Any, sin: Any, ids: Sequence[Any]) -
     """The rotation of x with zeros in place of what lies beyond the rotary dimension."""
     split = _heads(call, x)
     rotary = 2 * _width(cos)
-    part = split[..., :rotary].reshape(*x.shape[:-1], -1) if x.ndim == 3 else split[..., :rotary]
+    part = split[..., :rotary]
+    if x.ndim == 3:
+        part = part.reshape(*x.shape[:-1], split.shape[2] * rotary)
     whole = replace(
         call, attributes=tuple({**dict(call.attributes), "rotary_embedding_dim": 0}.items())
     )
@@ -527,6 +539,8 @@ def _only_heads(call: Call, axes: Sequence[int | None], x: Any) -> bool:
     at = axes[0]
     if at is None or any(axis is not None for axis in axes[1:]) or x.ndim != 5:
         return False
+    if at == 2 and any(jax.typeof(x).sharding.spec[1:3]):
+        return False  # an axis that is sharded, JAX merges only where it leads
     return at in (1, 2) or (at == 0 and x.shape[1] == 1)
 
 

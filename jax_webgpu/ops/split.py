@@ -98,12 +98,9 @@ def _sizes(size: int, split: Any, num_outputs: Any) -> tuple[int, ...]:
             f"split must be a sequence of sizes, got the integer {split}; for that many parts "
             f"pass num_outputs={split}"
         )
-    try:
-        parts = list(split)
-    except TypeError:
-        kind = type(split).__name__
-        raise DTypeError(f"split must be a sequence of sizes, got {kind}") from None
-    sizes = tuple(integer(part, f"split[{index}]") for index, part in enumerate(parts))
+    if not isinstance(split, Sequence | np.ndarray | jax.Array) or isinstance(split, str | bytes):
+        raise DTypeError(f"split must be a sequence of sizes, got {type(split).__name__}")
+    sizes = tuple(integer(part, f"split[{index}]") for index, part in enumerate(split))
     for index, part in enumerate(sizes):
         if part < 0:
             raise CallError(f"split[{index}] is {part}; expected 0 or more")
