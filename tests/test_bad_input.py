@@ -350,6 +350,8 @@ def test_position_under_jit(dtype, value, callback):
         ("floats", {"split": (3.0, 4.0)}, TypeError, [r"\bsplit\b", r"\bint", r"\b3\.0"]),
         ("negative", {"split": (9, -2)}, ValueError, [r"\bsplit\b", r"-2\b"]),
         ("none", {"split": ()}, ValueError, [r"\bsplit\b"]),
+        ("set", {"split": {3, 4}}, TypeError, [r"\bsplit\b", "sequence", r"\bset\b"]),
+        ("positions", {"split": (1, 3)}, ValueError, [r"\bsplit\b", "jnp.split", r"\(1, 2, 4\)"]),
         ("sum", {"split": (3, 5)}, ValueError, [r"\bsplit\b", r"\b8\b", r"\b7\b", r"\baxis\b"]),
     ]
 )

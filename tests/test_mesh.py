@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_webgpu
-from jax_webgpu import runtime
+from jax_webgpu import device, runtime
 
 BATCH, HEADS, TOKENS, SIZE, ROWS = 8, 4, 6, 16, 9
 
@@ -282,7 +282,31 @@ def test_automatic_axes(shards):
         f(x, cos, sin, positions)
 
 
-# --- several processes --------------------------------------------------------------------------
+# --- several adapters and processes -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
+def test_two_adapters(kind, monkeypatch):
+    """The place in the mesh picks the adapter; here both are this machine's first one."""
+    device.get()
+    adapter, info, _ = device._devices[0]
+    monkeypatch.setattr(device, "_devices", [(adapter, info, None), (adapter, info, None)])
+    arrays = inputs()
+    expected = rotate(4)(*arrays)
+    first, second = (device.get(place) for place in range(2))
+    assert device.count() == 2 and first is not second and device.get(5) is second
+    before = first.counters["dispatches"]
+    mesh = mesh_of(kind)
+    specs = P("data", "model"), P(), P(), P("data")
+    if kind == AxisType.Auto:
+        f = jax.shard_map(rotate(4), mesh=mesh, in_specs=specs, out_specs=specs[0])
+    else:
+        f = rotate(4)
+        arrays[0] = jax.device_put(arrays[0], NamedSharding(mesh, specs[0]))
+    with jax.set_mesh(mesh):
+        assert np.array_equal(jax.jit(f)(*arrays), expected)
+    assert first.counters["dispatches"] - before == second.counters["dispatches"] == 4
+
 
 PROCESS = """
     import sys
