@@ -271,7 +271,14 @@ def _own(call: Call, operands: Sequence[Any]) -> Sequence[Any]:
 def _abstract_eval(registered: Registered, *avals: Any, call: Call) -> list[Any]:
     """Refuses here, with no GPU, what no device could run."""
     tensors = _tensors(_own(call, avals))
-    variants.select(registered.resolve(call, tensors), IDEAL)
+    if call.settings.implementation != "reference":
+        for tensor in tensors:
+            if not all(isinstance(size, int) for size in tensor.shape):
+                raise CallError(
+                    f"{registered.operator.name} of {tensor}: a kernel is planned for sizes that "
+                    "are known; trace under jax_webgpu.configure(implementation='reference')"
+                )
+        variants.select(registered.resolve(call, tensors), IDEAL)
     # From an input's aval rather than anew: it carries the sharding and the varying mesh axes.
     return [
         avals[0].update(shape=result.shape, dtype=np.dtype(result.dtype), weak_type=False)

@@ -33,7 +33,7 @@ FAMILIES = (
 
 # The rest of a variant's id, head size and rotary_embedding_dim: a whole head and a part of one.
 # As many heads as tokens, and as many in all, so that JAX compiles few shapes.
-ROWS = (("", 6, 0), ("", 10, 4), ("_output_vec4", 4, 0), ("_output_vec4", 8, 4))
+ROWS = (("", 6, 0), ("", 6, 4), ("_output_vec4", 4, 0), ("_output_vec4", 8, 4))
 ROWS += (("_quad", 8, 0), ("_quad", 16, 8))
 
 SECOND_ORDER = tuple(
@@ -63,9 +63,9 @@ def test_second_order_cases_cover_the_table():
 
 
 def check_second_order(f, arrays):
-    # The tolerances are JAX's own for float32. A longer step than its own, which loses less to
-    # rounding, is right here: the functions are polynomials of low degree.
-    check_grads(f, arrays, order=2, modes=("fwd", "rev"), eps=1e-2)
+    # The tolerances are JAX's own for float32. A longer step than its own loses less to rounding,
+    # and little to truncation: the functions are polynomials of low degree.
+    check_grads(f, arrays, order=2, modes=("fwd", "rev"), eps=3e-3)
 
 
 def rotary_embedding_of(case):
@@ -102,9 +102,15 @@ def test_split_cases_cover_the_table():
 
 
 @by_id(SPLITS)
-def test_split_to_second_order(case, run):
+def test_split_to_second_order(case):
     x = eighths(np.random.default_rng(7), case.shape)
-    check_second_order(partial(run, public_function(case)), (x,))
+    check_second_order(public_function(case), (x,))
+
+
+@by_id(SPLITS[1::3])  # as above: the same program, whatever the kernel
+def test_split_jitted_to_second_order(case):
+    x = eighths(np.random.default_rng(7), case.shape)
+    check_second_order(jax.jit(public_function(case)), (x,))
 
 
 # --- exact derivatives, from the definition of the rotation -------------------------------------

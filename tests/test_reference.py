@@ -33,14 +33,24 @@ def assert_right(actual, case, inputs):
 # --- results ------------------------------------------------------------------------------------
 
 
-@by_id(CASES)
-def test_case(case, run):
-    """All of the table within the bounds that the kernels are held to, and no dispatch."""
+def check(f, case):
+    """Within the bounds that the kernels are held to, and without a dispatch."""
     inputs = case.inputs()
     with jax.enable_x64(case.dtype == "int64"), by_reference():
-        actual, dispatches = counted(run, public_function(case), *inputs)
+        actual, dispatches = counted(f, *inputs)
         assert_right(actual, case, inputs)
     assert dispatches == 0
+
+
+@by_id(CASES)
+def test_case(case):
+    check(jax.jit(public_function(case)), case)
+
+
+# Eager, JAX compiles the same program: one of each variant and dtype will do.
+@by_id({(case.variant, case.dtype): case for case in CASES}.values())
+def test_eager_case(case):
+    check(public_function(case), case)
 
 
 def derivatives(f, *arrays):

@@ -1,7 +1,7 @@
 """Split of ONNX opset 18: https://onnx.ai/onnx/operators/onnx__Split.html."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -98,7 +98,7 @@ def _sizes(size: int, split: Any, num_outputs: Any) -> tuple[int, ...]:
             f"split must be a sequence of sizes, got the integer {split}; for that many parts "
             f"pass num_outputs={split}"
         )
-    if not isinstance(split, Sequence | np.ndarray | jax.Array) or isinstance(split, str | bytes):
+    if not isinstance(split, Iterable) or isinstance(split, Set | Mapping | str | bytes):
         raise DTypeError(f"split must be a sequence of sizes, got {type(split).__name__}")
     sizes = tuple(integer(part, f"split[{index}]") for index, part in enumerate(split))
     for index, part in enumerate(sizes):
