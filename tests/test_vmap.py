@@ -239,21 +239,21 @@ def out_of_range(run, f, *arrays):
     return str(info.value)
 
 
-# The positions' axes in two nested calls, and where in the array that the caller has the bad one
-# is, whose value would be a row of another example's cache.
+# The positions' axes in nested calls, their shape, where in the array that the caller has the bad
+# one is, and its value, which would be a row of another example's cache.
 BAD = (
-    ((0,), (SIZE, 2, 5), (1, 0, 3)),
-    ((1,), (2, SIZE, 5), (1, 2, 0)),
-    ((2,), (2, 5, SIZE), (0, 4, 1)),
-    ((None,), (2, 5), (1, 4)),
-    ((0, 1), (SIZE, 2, SIZE, 5), (2, 1, 0, 4)),
-    ((3, 0), (SIZE, 2, 5, SIZE), (0, 1, 2, 2)),
-    ((None, 2), (2, 5, SIZE), (1, 1, 2)),
+    ((0,), (SIZE, 2, 5), (1, 0, 3), 7),
+    ((0,), (SIZE, 2, 5), (2, 1, 4), -1),
+    ((1,), (2, SIZE, 5), (1, 2, 0), 13),
+    ((2,), (2, 5, SIZE), (0, 4, 1), -7),
+    ((None,), (2, 5), (1, 4), 7),
+    ((0, 1), (SIZE, 2, SIZE, 5), (2, 1, 0, 4), 20),
+    ((3, 0), (SIZE, 2, 5, SIZE), (0, 1, 2, 2), -1),
+    ((None, 2), (2, 5, SIZE), (1, 1, 2), 7),
 )
 
 
-@pytest.mark.parametrize("bad", [7, -1])
-@pytest.mark.parametrize(("axes", "shape", "at"), BAD, ids=str)
+@pytest.mark.parametrize(("axes", "shape", "at", "bad"), BAD, ids=str)
 def test_positions_out_of_range(axes, shape, at, bad, run):
     """Named by index and value as the caller gave them: never another example's row."""
     case = CASES["rank4-positions"]
@@ -373,14 +373,14 @@ def check_split(run, shape, in_axis, axis, sizes, dtype="float32", size=SIZE, **
     return dispatches
 
 
-@pytest.mark.parametrize("axis", [0, 1, -1])
+@pytest.mark.parametrize("axis", [0, -2])
 @pytest.mark.parametrize("in_axis", range(-4, 4))
 def test_split_along_any_axis(in_axis, axis, run):
     assert check_split(run, (5, 5, 5), in_axis, axis, (2, 0, 3)) == 1
 
 
 @pytest.mark.parametrize("sizes", [(8,), (4, 4), (1, 3, 4), (2, 2, 2, 2), (1, 2, 0, 4, 1)], ids=str)
-@pytest.mark.parametrize("dtype", ["float16", "int32", "bool"])
+@pytest.mark.parametrize("dtype", ["float16", "bool"])
 def test_split_of_any_number(sizes, dtype, run):
     assert check_split(run, (3, 8), 1, 1, sizes, dtype) == 1
 

@@ -405,9 +405,8 @@ class Rules:
         asked: list[Any] = []
         if ids:
             positions = front(ids[0], axes[3])
-            asked = ids[
-                -1:
-            ]  # with all batch axes in place: a message names an index of the caller's
+            # With all batch axes where they are: a message names an index of the caller's.
+            asked = ids[-1:]
             rows = cos.shape[0] if axes[1] is None else cos.shape[axes[1] == 0]
             static["rows"] = dict(call.static).get("rows", rows)
             if mapped:
