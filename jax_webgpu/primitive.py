@@ -236,28 +236,35 @@ def _per_shard(
 ) -> Callable[..., list[Any]]:
     """Reshards the operands as `specs` say and makes the call on each shard.
 
-    Jitted, since outside of a mesh's context only `jit` brings other arrays to the mesh.
+    Outside of a mesh's context it is jitted, since there only `jit` brings other arrays to the
+    mesh; inside it is not, since the cache of `jit` does not know what axes a `vmap` maps over.
     """
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     explicit = {name for name, kind in kinds if kind == AxisType.Explicit}
     if explicit == set(mesh.axis_names):
         explicit = set()  # all: a `vmap` around us may map over one, which must not be named
-    on_each: Callable[..., list[Any]] = jax.shard_map(
-        lambda *shards: registered.apply(call, *_equally_varying(shards)),
-        mesh=mesh,
-        in_specs=tuple(P(*spec) for spec in specs),
-        out_specs=P(*out),
-        axis_names=explicit,
-    )
 
     def call_on_shards(*operands: Any) -> list[Any]:
         placed = [
             jax.sharding.reshard(operand, NamedSharding(mesh, P(*spec)))
             for operand, spec in zip(operands, specs, strict=True)
         ]
+        # Made while tracing, since it looks at once for the axes that a `vmap` maps over.
+        on_each: Callable[..., list[Any]] = jax.shard_map(
+            lambda *shards: registered.apply(call, *_equally_varying(shards)),
+            mesh=mesh,
+            in_specs=tuple(P(*spec) for spec in specs),
+            out_specs=P(*out),
+            axis_names=explicit,
+        )
         return on_each(*placed)
 
-    return jax.jit(call_on_shards)
+    jitted: Callable[..., list[Any]] = jax.jit(call_on_shards)
+
+    def run(*operands: Any) -> list[Any]:
+        return (jitted if jax.sharding.get_abstract_mesh().empty else call_on_shards)(*operands)
+
+    return run
 
 
 def _own(call: Call, operands: Sequence[Any]) -> Sequence[Any]:
