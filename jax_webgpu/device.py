@@ -231,7 +231,7 @@ def _fleet(found: "Sequence[wgpu.GPUAdapter]") -> list[AdapterInfo]:
 
 
 class _Recent(OrderedDict[Any, Any]):
-    """A cache that forgets what was not used for longest; `forget` is called with it."""
+    """A cache that forgets what was not used for longest."""
 
     def __init__(self, size: int):
         super().__init__()
@@ -286,13 +286,6 @@ class _Pool:
         """The size class: at most a quarter larger, so that similar shapes share buffers."""
         step = max(256, 1 << max(0, size.bit_length() - 3))
         return max(size, min(-(-size // step) * step, self.largest // 4 * 4))
-
-    def clear(self) -> None:
-        for buffer in self.idle.values():
-            buffer.destroy()
-        self.idle.clear()
-        self.classes.clear()
-        self.idle_bytes = 0
 
 
 class Device:
@@ -569,13 +562,6 @@ class Device:
             adapter_info=capabilities.adapter_info,
             wgsl_language_features=capabilities.wgsl_language_features,
         )
-
-    def clear(self) -> None:
-        """Gives back the memory of every cache."""
-        with self._lock:
-            self._pool.clear()
-            self._pipelines.clear()
-            self._uniforms.clear()
 
 
 def _whole_words(data: np.ndarray) -> np.ndarray:
