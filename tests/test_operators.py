@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from calls import public_function
 from cases import CASES, LARGE_CASES, ROTARY_CASES, SPLIT_CASES, SPLIT_DTYPES, RotaryCase, SplitCase
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,12 +20,6 @@ from jax_webgpu.ops import rotary_embedding, split
 from jax_webgpu.resolve import Tensor, resolve
 
 SPECS = Path(__file__).parents[1] / "specs"
-
-
-def public_function(case):
-    """The call of a case, as a function of its arrays alone."""
-    rotary = isinstance(case, RotaryCase)
-    return partial(jax_webgpu.rotary_embedding if rotary else jax_webgpu.split, **case.keywords)
 
 
 def assert_right(actual, case, inputs):
