@@ -4,7 +4,7 @@
 """
 
 from jax_webgpu.config import configure
-from jax_webgpu.device import AdapterInfo, SoftwareAdapterWarning
+from jax_webgpu.device import AdapterInfo, SoftwareAdapterWarning, clear_caches
 from jax_webgpu.device import info as device_info
 from jax_webgpu.errors import (
     AdapterError,
@@ -35,6 +35,7 @@ __all__ = [
     "ShaderError",
     "SoftwareAdapterWarning",
     "SpecError",
+    "clear_caches",
     "configure",
     "device_info",
     "explain",

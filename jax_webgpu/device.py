@@ -114,6 +114,21 @@ def info() -> AdapterInfo:
     return get().info
 
 
+def clear_caches() -> None:
+    """Gives back the idle buffers, pipelines and uniforms of every device of this process.
+
+    The next call makes anew what it needs. `jax.clear_caches` is JAX's own, of jitted functions.
+
+    Raises:
+      DeviceError: the process was forked from one that had used the GPU.
+    """
+    check_process()
+    with _lock:
+        made = [device for *_, device in _devices if device is not None]
+    for device in made:
+        device.clear()
+
+
 _lock = threading.Lock()
 _devices: "list[tuple[wgpu.GPUAdapter, AdapterInfo, Device | None]]" = []
 _pid: int | None = None
@@ -231,7 +246,7 @@ def _fleet(found: "Sequence[wgpu.GPUAdapter]") -> list[AdapterInfo]:
 
 
 class _Recent(OrderedDict[Any, Any]):
-    """A cache that forgets what was not used for longest."""
+    """A cache that forgets what was not used for longest; `forget` is called with it."""
 
     def __init__(self, size: int):
         super().__init__()
@@ -286,6 +301,13 @@ class _Pool:
         """The size class: at most a quarter larger, so that similar shapes share buffers."""
         step = max(256, 1 << max(0, size.bit_length() - 3))
         return max(size, min(-(-size // step) * step, self.largest // 4 * 4))
+
+    def clear(self) -> None:
+        for buffer in self.idle.values():
+            buffer.destroy()
+        self.idle.clear()
+        self.classes.clear()
+        self.idle_bytes = 0
 
 
 class Device:
@@ -562,6 +584,13 @@ class Device:
             adapter_info=capabilities.adapter_info,
             wgsl_language_features=capabilities.wgsl_language_features,
         )
+
+    def clear(self) -> None:
+        """Gives back the memory of every cache."""
+        with self._lock:
+            self._pool.clear()
+            self._pipelines.clear()
+            self._uniforms.clear()
 
 
 def _whole_words(data: np.ndarray) -> np.ndarray:

@@ -464,6 +464,20 @@ def test_clearing_gives_all_back(fresh, spied):
     assert gpu.counters["pipelines"] == 2
 
 
+def test_clear_caches_clears_the_devices_of_the_process(spied):
+    def call():
+        return np.concatenate(jax_webgpu.split(np.arange(10.0), [3, 7]))
+
+    call()
+    jax_webgpu.clear_caches()
+    spied.made.clear()
+    assert call().tolist() == list(range(10))
+    assert {"create_compute_pipeline", "create_buffer"} <= {*spied.made}
+    assert spied.buffers
+    jax_webgpu.clear_caches()
+    assert {id(buffer) for buffer in spied.buffers} <= {id(buffer) for buffer in spied.destroyed}
+
+
 # The buffers of x and of the results are of 64 KiB or more: if each of 1,000 calls kept one, these
 # would take 64 MiB. Measured: less than 1.
 SAME_SHAPES = """
