@@ -83,14 +83,9 @@ def test_variants(case):
 
 
 @by_id(SECOND_ORDER)
-def test_rotary_embedding_to_second_order(case):
-    check_second_order(*rotary_embedding_of(case))
-
-
-@by_id(EXACT[::3])  # each rule under `jit`; whatever the kernel, it is the same program
-def test_rotary_embedding_jitted_to_second_order(case):
+def test_rotary_embedding_to_second_order(case, run):
     f, arrays = rotary_embedding_of(case)
-    check_second_order(jax.jit(f), arrays)
+    check_second_order(partial(run, f), arrays)
 
 
 SPLITS = tuple({case.variant: case for case in SPLIT_CASES if case.dtype == "float32"}.values())
@@ -102,15 +97,9 @@ def test_split_cases_cover_the_table():
 
 
 @by_id(SPLITS)
-def test_split_to_second_order(case):
+def test_split_to_second_order(case, run):
     x = eighths(np.random.default_rng(7), case.shape)
-    check_second_order(public_function(case), (x,))
-
-
-@by_id(SPLITS[1::3])  # as above: the same program, whatever the kernel
-def test_split_jitted_to_second_order(case):
-    x = eighths(np.random.default_rng(7), case.shape)
-    check_second_order(jax.jit(public_function(case)), (x,))
+    check_second_order(partial(run, public_function(case)), (x,))
 
 
 # --- exact derivatives, from the definition of the rotation -------------------------------------

@@ -19,6 +19,8 @@ def array(value: Any, name: str) -> jax.Array:
     if not isinstance(value, jax.Array | np.ndarray | np.generic):
         kind = type(value).__name__
         raise DTypeError(f"{name} must be an array, got {kind}: pass jnp.asarray({name})")
+    if isinstance(value, jax.Array):
+        return value  # JAX 0.10.0's `asarray` mistakes the sharding of what a `vmap` maps over
     try:
         return jnp.asarray(value)
     except (TypeError, ValueError) as error:

@@ -253,7 +253,7 @@ def _positions(x: jax.Array, cos: jax.Array, position_ids: Any) -> jax.Array:
         )
     if is_concrete(position_ids):
         _check_positions(np.asarray(position_ids), cos.shape[0])
-    return jnp.asarray(position_ids)
+    return array(position_ids, "position_ids")
 
 
 def _check_positions(positions: np.ndarray, rows: int) -> None:
