@@ -8,32 +8,45 @@ import functools
 import os
 import threading
 import warnings
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle, islice
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 
 from jax_webgpu import config
 from jax_webgpu.capabilities import FLOOR_LIMITS, Capabilities
 from jax_webgpu.errors import AdapterError, DeviceError, ShaderError
-from jax_webgpu.plan import Bound, Buffer, PassPlan, Plan
+from jax_webgpu.plan import Bound, PassPlan
+from jax_webgpu.program import Launch, Program
 
 if TYPE_CHECKING:
     import wgpu
 
 # Features that a kernel or this module can use; others stay off.
 _FEATURES = ("shader-f16", "subgroup", "timestamp-query")
+# A feature of wgpu's own: buffers that kernels bind may be mapped too.
+_MAPPABLE = "mappable-primary-buffers"
 
-# How many of each are kept. A pipeline takes 0.4 MB of lavapipe's memory, and a manifest may write
-# a call's shape into the WGSL: then each shape has its own.
-MAX_PIPELINES = 256
-MAX_UNIFORMS = 1024
+# How many programs are kept, with their pipelines, uniforms and bind groups. A pipeline takes
+# 0.4 MB of lavapipe's memory, and WGSL may hold a call's sizes: then each shape has its own.
+MAX_PROGRAMS = 256
+# Of one program: other sets of buffers come in turn only where calls of other shapes are between.
+MAX_BIND_GROUPS = 4
 # Bytes of idle buffers that are kept for the next call.
 MAX_IDLE_BYTES = 1 << 30
-# Bytes that one read-back maps at a time.
-_STAGING_BYTES = 64 << 20
+# Where the host cannot see the device's memory arrays go through mapped pieces, of so many bytes
+# and so many in turn, so that one is filled while another is copied.
+_PIECE_BYTES = 8 << 20
+_PIECES = 4
+# Up to so many bytes `writeBuffer`, which copies twice, costs less than mapping does.
+_WRITE_BYTES = 64 << 10
+
+# The kinds of adapters whose memory is the host's.
+_UNIFIED = ("CPU", "IntegratedGPU")
 
 _TYPE_ORDER = ("DiscreteGPU", "IntegratedGPU", "Unknown", "CPU")
 
@@ -265,49 +278,134 @@ class _Recent(OrderedDict[Any, Any]):
         return value
 
 
+class _Memory:
+    """A buffer, and what is known of its mapping. Of memory to upload from, idle means mapped."""
+
+    def __init__(self, buffer: "wgpu.GPUBuffer", usage: int):
+        self.buffer = buffer
+        self.usage = usage
+        self.size: int = buffer.size
+        self._mapping: Any = None
+
+    def map(self, mode: str, size: int | None = None) -> None:
+        """Asks for a mapping; `mapped` waits for it."""
+        self._mapping = self.buffer.map_async(mode, 0, size)
+
+    def mapped(self) -> "wgpu.GPUBuffer":
+        if self._mapping is not None:
+            self._mapping.sync_wait()
+            self._mapping = None
+        return self.buffer
+
+
 class _Pool:
-    """Buffers for reuse, by usage and size class; holds at most `MAX_IDLE_BYTES`."""
+    """Memory for reuse, by usage and size class; holds at most `MAX_IDLE_BYTES`."""
 
     def __init__(self, device: "wgpu.GPUDevice", largest: int):
         self.device = device
         self.largest = largest
-        self.idle: OrderedDict[int, wgpu.GPUBuffer] = OrderedDict()
+        self.idle: OrderedDict[int, _Memory] = OrderedDict()
         self.classes: dict[tuple[int, int], list[int]] = {}
         self.idle_bytes = 0
         self.made = 0
 
-    def acquire(self, size: int, usage: int, label: str) -> "wgpu.GPUBuffer":
+    def acquire(self, size: int, usage: int, *, mapped: bool = False) -> _Memory:
+        """At least `size` bytes; new memory is mapped if asked for.
+
+        What was released last comes first: a call that comes again gets the memory that it had,
+        and with it its bind groups.
+        """
         size = self.rounded(size)
         free = self.classes.get((size, usage))
         if free:
-            buffer = self.idle.pop(free.pop())
+            memory = self.idle.pop(free.pop())
             self.idle_bytes -= size
-            return buffer
+            return memory
         self.made += 1
-        return self.device.create_buffer(label=label, size=size, usage=usage)
+        buffer = self.device.create_buffer(
+            label="jax_webgpu", size=size, usage=usage, mapped_at_creation=mapped
+        )
+        return _Memory(buffer, usage)
 
-    def release(self, buffer: "wgpu.GPUBuffer") -> None:
-        key = id(buffer)
-        self.idle[key] = buffer
-        self.classes.setdefault((buffer.size, buffer.usage), []).append(key)
-        self.idle_bytes += buffer.size
+    def release(self, memory: _Memory) -> None:
+        key = id(memory)
+        self.idle[key] = memory
+        self.classes.setdefault((memory.size, memory.usage), []).append(key)
+        self.idle_bytes += memory.size
         while self.idle_bytes > MAX_IDLE_BYTES:
             oldest, victim = self.idle.popitem(last=False)
             self.classes[victim.size, victim.usage].remove(oldest)
             self.idle_bytes -= victim.size
-            victim.destroy()
+            victim.buffer.destroy()
 
     def rounded(self, size: int) -> int:
-        """The size class: at most a quarter larger, so that similar shapes share buffers."""
+        """The size class: at most a quarter larger, so that similar shapes share memory."""
         step = max(256, 1 << max(0, size.bit_length() - 3))
         return max(size, min(-(-size // step) * step, self.largest // 4 * 4))
 
     def clear(self) -> None:
-        for buffer in self.idle.values():
-            buffer.destroy()
+        for memory in self.idle.values():
+            memory.buffer.destroy()
         self.idle.clear()
         self.classes.clear()
         self.idle_bytes = 0
+
+
+@dataclass(frozen=True)
+class _Pipeline:
+    compute: "wgpu.GPUComputePipeline"
+    layout: "wgpu.GPUBindGroupLayout"
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """A launch with all that the device keeps for it."""
+
+    launch: Launch
+    pipeline: _Pipeline
+    uniforms: "Sequence[wgpu.GPUBuffer | None]"
+    """For each binding the buffer with its data, if it has any."""
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """What the device keeps of a program."""
+
+    launches: Sequence[_Ready]
+    groups: _Recent
+    """Bind groups by the ids of the memories, which are kept too, so that the ids stay theirs."""
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """The bytes of memory, from `start`, that an array wants: uint8, as many as it has."""
+
+    memory: _Memory
+    target: np.ndarray
+    start: int = 0
+
+
+@dataclass(frozen=True)
+class _Landing:
+    """Memory that the host maps, and the bytes of arrays that come from each offset in it."""
+
+    memory: _Memory
+    targets: Sequence[tuple[int, np.ndarray]]
+
+    @property
+    def size(self) -> int:
+        offset, target = self.targets[-1]
+        return _aligned(offset + target.nbytes, 8)
+
+    def copy_out(self) -> None:
+        """Waits for the mapping, copies, and ends it."""
+        buffer = self.memory.mapped()
+        try:
+            source = np.frombuffer(buffer.read_mapped(0, self.size, copy=False), np.uint8)
+            for offset, target in self.targets:
+                target[:] = source[offset : offset + target.nbytes]
+        finally:
+            buffer.unmap()
 
 
 class Device:
@@ -316,12 +414,12 @@ class Device:
     Attributes:
       info: the adapter.
       capabilities: what plans are made for.
-      counters: how often something was done or made, by name.
+      counters: how often something was done or made, and how many bytes went in and out, by name.
     """
 
     def __init__(self, adapter: "wgpu.GPUAdapter", info: AdapterInfo):
         wgpu = _wgpu()
-        features = [name for name in _FEATURES if name in adapter.features]
+        features = [name for name in (*_FEATURES, _MAPPABLE) if name in adapter.features]
         try:
             self._device = adapter.request_device_sync(
                 label="jax_webgpu", required_features=features
@@ -333,83 +431,248 @@ class Device:
         self.counters: Counter[str] = Counter()
         self.lost = False
         self._lock = threading.Lock()
-        self._pipelines = _Recent(MAX_PIPELINES)
-        self._uniforms = _Recent(MAX_UNIFORMS)
+        self._programs = _Recent(MAX_PROGRAMS)
+        # Programs share these, and keep them alive.
+        self._pipelines = WeakValueDictionary[Any, _Pipeline]()
+        self._uniforms = WeakValueDictionary[Any, Any]()
         self._pool = _Pool(self._device, self.capabilities.limit("maxBufferSize"))
+        # Where the device's memory is the host's, kernels bind what the host maps; else the host
+        # maps pieces that the device copies.
+        self._unified = _MAPPABLE in features and info.kind in _UNIFIED
         usage = wgpu.BufferUsage
-        self._storage_usage = usage.STORAGE | usage.COPY_SRC | usage.COPY_DST
-        self._staging_usage = usage.MAP_READ | usage.COPY_DST
+        self._inner = usage.STORAGE | usage.COPY_SRC | usage.COPY_DST
+        bound = usage.STORAGE if self._unified else 0
+        self._upload_usage = usage.MAP_WRITE | usage.COPY_SRC | bound
+        self._download_usage = usage.MAP_READ | usage.COPY_DST | bound
 
-    def run(self, plan: Plan, inputs: Sequence[np.ndarray], outputs: Sequence[np.ndarray]) -> None:
-        """Runs a plan and waits for it.
+    def run(
+        self, program: Program, inputs: Sequence[np.ndarray], outputs: Sequence[np.ndarray]
+    ) -> None:
+        """Runs a program and waits for it.
 
         Args:
-          plan: made for `capabilities`.
-          inputs: one C-contiguous array for each of `plan.inputs`, in its storage dtype.
-          outputs: one writable C-contiguous array for each of `plan.outputs`, likewise; filled.
+          program: of plans made for `capabilities`.
+          inputs: one C-contiguous array for each of `program.inputs`, in its storage dtype.
+          outputs: one writable C-contiguous array for each of `program.outputs`, likewise; filled.
 
         Raises:
           DeviceError: wgpu or the driver failed.
         """
-        if not plan.passes:
+        if not program.launches:
             return
         wgpu = _wgpu()
-        held: list[Any] = []
+        held: list[_Memory] = []
         with self._lock:
             try:
-                self._run(plan, inputs, outputs, held)
+                self._run(program, inputs, outputs, held)
             except (wgpu.GPUError, RuntimeError) as error:
                 if isinstance(error, DeviceError):
                     raise
                 self.lost |= "lost" in str(error).lower()
-                raise DeviceError(f"{plan.label} on {self.info.name}: {error}") from error
+                raise DeviceError(f"{program.label} on {self.info.name}: {error}") from error
             finally:
-                for buffer in held:  # not empty only after an error, when the GPU may use them
-                    buffer.destroy()
+                for memory in held:  # not empty only after an error, when the GPU may use it
+                    memory.buffer.destroy()
 
     def _run(
         self,
-        plan: Plan,
+        program: Program,
         inputs: Sequence[np.ndarray],
         outputs: Sequence[np.ndarray],
-        held: list[Any],
+        held: list[_Memory],
     ) -> None:
-        pipelines = [self._pipeline(each) for each in plan.passes]
-        buffers = self._acquire(plan, held)
-        queue = self._device.queue
-        for array, data in zip(plan.inputs, inputs, strict=True):
-            if data.size:
-                queue.write_buffer(buffers[array.name], 0, _whole_words(data))
-        encoder = self._device.create_command_encoder(label=plan.label)
-        for array in plan.intermediates:
-            if array.zero_init:
-                encoder.clear_buffer(buffers[array.name])
-        compute = encoder.begin_compute_pass(label=plan.label)
-        for each, (pipeline, layout) in zip(plan.passes, pipelines, strict=True):
-            compute.set_pipeline(pipeline)
-            compute.set_bind_group(0, self._bind_group(each, layout, buffers))
-            compute.dispatch_workgroups(*each.workgroups)
-        compute.end()
-        self.counters["dispatches"] += len(plan.passes)
+        kept = self._keep(program)
+        memories = self._acquire(program, held)
+        sources = [memories[index] for index in program.inputs]
+        for memory, data in zip(sources, inputs, strict=True):
+            self._upload(memory, data, held)
+        encoder = self._device.create_command_encoder(label=program.label)
+        self._encode(encoder, kept, memories)
         wanted = [
-            (buffers[array.name], data)
-            for array, data in zip(plan.outputs, outputs, strict=True)
+            _Copy(memories[index], data.reshape(-1).view(np.uint8))
+            for index, data in zip(program.outputs, outputs, strict=True)
             if data.size
         ]
-        self._read_back(encoder, wanted, held)
+        landings, rest = self._stage_first(encoder, wanted, held)
+        self._submit(encoder)
+        for memory in sources:
+            if memory.usage == self._upload_usage:
+                memory.map("WRITE")  # for the next call: one wait serves this and the read-back
+        self._land(landings, rest, held)
         while held:
             self._pool.release(held.pop())
 
+    def _take(self, size: int, usage: int, held: list[_Memory]) -> _Memory:
+        """Memory from the pool. It is put into `held`, from where it goes back."""
+        memory = self._pool.acquire(size, usage, mapped=usage == self._upload_usage)
+        held.append(memory)
+        return memory
+
+    def _give(self, memory: _Memory, held: list[_Memory]) -> None:
+        held.remove(memory)
+        self._pool.release(memory)
+
+    def _acquire(self, program: Program, held: list[_Memory]) -> list[_Memory]:
+        usages = [self._inner] * len(program.sizes)
+        if self._unified:
+            for index in program.inputs:
+                if program.sizes[index] > _WRITE_BYTES:
+                    usages[index] = self._upload_usage
+            for index in program.outputs:
+                usages[index] = self._download_usage
+        sized = zip(program.sizes, usages, strict=True)
+        return [self._take(size, usage, held) for size, usage in sized]
+
+    def _submit(self, encoder: "wgpu.GPUCommandEncoder") -> None:
+        self._device.queue.submit([encoder.finish()])
+        self.counters["submissions"] += 1
+
+    # ---- host to device
+
+    def _upload(self, memory: _Memory, data: np.ndarray, held: list[_Memory]) -> None:
+        self.counters["bytes in"] += data.nbytes
+        if memory.usage == self._upload_usage:
+            buffer = memory.mapped()
+            for offset, part in _parts(data, data.nbytes):
+                buffer.write_mapped(part, offset)
+            buffer.unmap()
+        elif data.nbytes <= _WRITE_BYTES:
+            for offset, part in _parts(data, _WRITE_BYTES):
+                self._device.queue.write_buffer(memory.buffer, offset, part)
+        else:
+            self._upload_in_pieces(memory.buffer, data, held)
+
+    def _upload_in_pieces(
+        self, target: "wgpu.GPUBuffer", data: np.ndarray, held: list[_Memory]
+    ) -> None:
+        """The device copies one piece while the host fills the next."""
+        size = min(data.nbytes, _PIECE_BYTES)
+        pieces = [self._take(size, self._upload_usage, held) for _ in range(_PIECES)]
+        parts = _parts(data, _PIECE_BYTES)
+        for piece, (offset, part) in zip(cycle(pieces), parts, strict=False):
+            buffer = piece.mapped()
+            buffer.write_mapped(part)
+            buffer.unmap()
+            encoder = self._device.create_command_encoder(label="upload")
+            encoder.copy_buffer_to_buffer(buffer, 0, target, offset, part.nbytes)
+            self._submit(encoder)
+            piece.map("WRITE")
+        for piece in reversed(pieces):
+            self._give(piece, held)
+
+    # ---- dispatches
+
+    def _encode(
+        self, encoder: "wgpu.GPUCommandEncoder", kept: _Kept, memories: Sequence[_Memory]
+    ) -> None:
+        key = tuple(map(id, memories))
+        found = kept.groups.find(key)
+        if found is None:
+            groups = [self._bind_group(ready, memories) for ready in kept.launches]
+            found = kept.groups.keep(key, (groups, memories))
+        compute = None
+        for ready, group in zip(kept.launches, found[0], strict=True):
+            if ready.launch.cleared and compute is not None:  # no pass may be open
+                compute.end()
+                compute = None
+            for index in ready.launch.cleared:
+                encoder.clear_buffer(memories[index].buffer)
+            compute = compute or encoder.begin_compute_pass()
+            compute.set_pipeline(ready.pipeline.compute)
+            compute.set_bind_group(0, group)
+            compute.dispatch_workgroups(*ready.launch.dispatch.workgroups)
+        if compute is not None:
+            compute.end()
+        self.counters["dispatches"] += len(kept.launches)
+
+    def _bind_group(self, ready: _Ready, memories: Sequence[_Memory]) -> "wgpu.GPUBindGroup":
+        dispatch = ready.launch.dispatch
+        entries = []
+        for index, bound in enumerate(dispatch.bindings):
+            place = ready.launch.buffers[index]
+            buffer = ready.uniforms[index] if place is None else memories[place].buffer
+            resource = {"buffer": buffer, "offset": 0, "size": bound.size}
+            entries.append({"binding": index, "resource": resource})
+        self.counters["bind groups"] += 1
+        return self._device.create_bind_group(
+            label=dispatch.label, layout=ready.pipeline.layout, entries=entries
+        )
+
+    def _keep(self, program: Program) -> _Kept:
+        found: _Kept | None = self._programs.find(program)
+        if found is not None:
+            return found
+        launches = []
+        for launch in program.launches:
+            dispatch = launch.dispatch
+            pipeline = self._pipeline(dispatch)
+            uniforms = [
+                None if bound.source else self._uniform(bound, dispatch.label)
+                for bound in dispatch.bindings
+            ]
+            launches.append(_Ready(launch, pipeline, uniforms))
+        kept: _Kept = self._programs.keep(program, _Kept(launches, _Recent(MAX_BIND_GROUPS)))
+        return kept
+
+    # ---- device to host
+
+    def _stage_first(
+        self, encoder: "wgpu.GPUCommandEncoder", wanted: Sequence[_Copy], held: list[_Memory]
+    ) -> "tuple[deque[_Landing], Iterator[Sequence[_Copy]]]":
+        """What can be mapped after the next submission, and the copies that wait for their turn."""
+        if self._unified:
+            return deque(_Landing(copy.memory, [(0, copy.target)]) for copy in wanted), iter(())
+        batches = _batches(wanted)
+        first = deque(self._stage(encoder, each, held) for each in islice(batches, _PIECES))
+        return first, batches
+
+    def _stage(
+        self, encoder: "wgpu.GPUCommandEncoder", batch: Sequence[_Copy], held: list[_Memory]
+    ) -> _Landing:
+        """Encodes the copies of a batch to memory that can be mapped."""
+        targets, size = [], 0
+        for copy in batch:
+            targets.append((size, copy.target))
+            size += _aligned(copy.target.nbytes, 8)
+        memory = self._take(size, self._download_usage, held)
+        for copy, (offset, target) in zip(batch, targets, strict=True):
+            encoder.copy_buffer_to_buffer(
+                copy.memory.buffer, copy.start, memory.buffer, offset, _aligned(target.nbytes, 4)
+            )
+        return _Landing(memory, targets)
+
+    def _land(
+        self,
+        landings: deque[_Landing],
+        rest: Iterator[Sequence[_Copy]],
+        held: list[_Memory],
+    ) -> None:
+        """Copies to the arrays; the device makes the next pieces meanwhile."""
+        for landing in landings:
+            landing.memory.map("READ", landing.size)
+        while landings:
+            landing = landings.popleft()
+            landing.copy_out()
+            self.counters["bytes out"] += sum(target.nbytes for _, target in landing.targets)
+            if self._unified:
+                continue
+            self._give(landing.memory, held)
+            for batch in islice(rest, 1):
+                encoder = self._device.create_command_encoder(label="read-back")
+                landings.append(self._stage(encoder, batch, held))
+                self._submit(encoder)
+                landings[-1].memory.map("READ", landings[-1].size)
+
     def measure(
-        self, plan: Plan, inputs: Sequence[np.ndarray], *, sets: int, runs: int, rounds: int
+        self, program: Program, inputs: Sequence[np.ndarray], *, sets: int, runs: int, rounds: int
     ) -> list[float]:
-        """The device's own time for a plan, by timestamps, in seconds a run.
+        """The device's own time for a program, by timestamps, in seconds a run.
 
         Args:
-          plan: made for `capabilities`.
+          program: of plans made for `capabilities`, with no array that is cleared.
           inputs: as for `run`.
           sets: of buffers, taken in turn, so that no run finds its data in the cache.
-          runs: of the plan in one submission: a single one on an idle device reads far too long.
+          runs: of the program in one submission: a single one on an idle device reads far too long.
           rounds: measured after one that is not.
 
         Raises:
@@ -418,9 +681,9 @@ class Device:
         if "timestamp-query" not in self.capabilities.features:
             raise DeviceError(f"{self.info.name} has no timestamp-query")
         wgpu = _wgpu()
-        held: list[Any] = []
+        held: list[_Memory] = []
         with self._lock:
-            pipelines = [self._pipeline(each) for each in plan.passes]
+            launches = self._keep(program).launches
             queries = self._device.create_query_set(type="timestamp", count=2)
             ticks = self._device.create_buffer(
                 size=16, usage=wgpu.BufferUsage.QUERY_RESOLVE | wgpu.BufferUsage.COPY_SRC
@@ -428,19 +691,13 @@ class Device:
             try:
                 groups = []
                 for _ in range(sets):
-                    buffers = self._acquire(plan, held)
-                    for array, data in zip(plan.inputs, inputs, strict=True):
-                        self._device.queue.write_buffer(buffers[array.name], 0, _whole_words(data))
-                    self._device.queue.submit([])
-                    groups.append(
-                        [
-                            self._bind_group(each, layout, buffers)
-                            for each, (_, layout) in zip(plan.passes, pipelines, strict=True)
-                        ]
-                    )
+                    memories = [self._take(size, self._inner, held) for size in program.sizes]
+                    for index, data in zip(program.inputs, inputs, strict=True):
+                        self._upload(memories[index], data, held)
+                    groups.append([self._bind_group(each, memories) for each in launches])
                 times = []
                 for _ in range(1 + rounds):
-                    encoder = self._device.create_command_encoder(label=plan.label)
+                    encoder = self._device.create_command_encoder(label=program.label)
                     compute = encoder.begin_compute_pass(
                         timestamp_writes={
                             "query_set": queries,
@@ -449,82 +706,24 @@ class Device:
                         }
                     )
                     for run in range(runs):
-                        for each, (pipeline, _), group in zip(
-                            plan.passes, pipelines, groups[run % sets], strict=True
-                        ):
-                            compute.set_pipeline(pipeline)
+                        for ready, group in zip(launches, groups[run % sets], strict=True):
+                            compute.set_pipeline(ready.pipeline.compute)
                             compute.set_bind_group(0, group)
-                            compute.dispatch_workgroups(*each.workgroups)
+                            compute.dispatch_workgroups(*ready.launch.dispatch.workgroups)
                     compute.end()
                     encoder.resolve_query_set(queries, 0, 2, ticks, 0)
-                    self._device.queue.submit([encoder.finish()])
+                    self._submit(encoder)
                     begin, end = np.frombuffer(self._device.queue.read_buffer(ticks), np.uint64)
                     times.append(float(end - begin) * 1e-9 / runs)
                 return times[1:]
             finally:
-                for buffer in held:
-                    buffer.destroy()
+                for memory in held:
+                    memory.buffer.destroy()
 
-    def _acquire(self, plan: Plan, held: list[Any]) -> "dict[str, wgpu.GPUBuffer]":
-        """A buffer for each array of a plan; all are also put into `held`."""
-        buffers = {}
-        for array in (*plan.inputs, *plan.outputs, *plan.intermediates):
-            size = self._bound_size(plan, array)
-            buffers[array.name] = self._pool.acquire(size, self._storage_usage, array.name)
-            held.append(buffers[array.name])
-        return buffers
-
-    def _read_back(
-        self,
-        encoder: "wgpu.GPUCommandEncoder",
-        wanted: "Sequence[tuple[wgpu.GPUBuffer, np.ndarray]]",
-        held: list[Any],
-    ) -> None:
-        """Submits, and copies the buffers to the arrays through mapped staging memory."""
-        for batch in _batches(wanted):
-            total = max(offset + size for *_, offset, size in batch)
-            staging = self._pool.acquire(total, self._staging_usage, "read-back")
-            held.append(staging)
-            for buffer, _, start, offset, size in batch:
-                encoder.copy_buffer_to_buffer(buffer, start, staging, offset, size)
-            self._device.queue.submit([encoder.finish()])
-            self.counters["submissions"] += 1
-            staging.map_sync("READ", 0, -(-total // 8) * 8)
-            try:
-                for _, target, start, offset, size in batch:
-                    flat = target.reshape(-1).view(np.uint8)[start : start + size]
-                    mapped = staging.read_mapped(offset, size, copy=False)
-                    flat[:] = np.frombuffer(mapped, np.uint8)[: flat.size]
-            finally:
-                staging.unmap()
-            held.remove(staging)
-            self._pool.release(staging)
-            encoder = self._device.create_command_encoder(label="read-back")
-
-    def _bound_size(self, plan: Plan, array: Buffer) -> int:
-        """The bytes that any pass binds of an array: never 0."""
-        sizes = [b.size for each in plan.passes for b in each.bindings if b.source == array.name]
-        return max([16, array.size, *sizes])
-
-    def _bind_group(
-        self,
-        each: PassPlan,
-        layout: "wgpu.GPUBindGroupLayout",
-        buffers: "dict[str, wgpu.GPUBuffer]",
-    ) -> "wgpu.GPUBindGroup":
-        entries = []
-        for index, bound in enumerate(each.bindings):
-            buffer = buffers[bound.source] if bound.source else self._uniform(bound, each.label)
-            resource = {"buffer": buffer, "offset": 0, "size": bound.size}
-            entries.append({"binding": index, "resource": resource})
-        return self._device.create_bind_group(label=each.label, layout=layout, entries=entries)
-
-    def _pipeline(
-        self, each: PassPlan
-    ) -> "tuple[wgpu.GPUComputePipeline, wgpu.GPUBindGroupLayout]":
+    def _pipeline(self, each: PassPlan) -> _Pipeline:
         kinds = tuple(bound.buffer for bound in each.bindings)
         key = (each.wgsl, kinds)
-        found = self._pipelines.find(key)
+        found = self._pipelines.get(key)
         if found is not None:
             return found
         wgpu = _wgpu()
@@ -552,18 +751,19 @@ class Device:
                 f"{_numbered(each.wgsl)}"
             ) from error
         self.counters["pipelines"] += 1
-        return self._pipelines.keep(key, (pipeline, layout))
+        made = self._pipelines[key] = _Pipeline(pipeline, layout)
+        return made
 
     def _uniform(self, bound: Bound, label: str) -> "wgpu.GPUBuffer":
         """A buffer that is never written again, so that equal contents can share it."""
         usage = _wgpu().BufferUsage
-        buffer = self._uniforms.find((bound.buffer, bound.data))
+        buffer = self._uniforms.get((bound.buffer, bound.data))
         if buffer is None:
             kind = usage.UNIFORM if bound.buffer == "uniform" else usage.STORAGE
             buffer = self._device.create_buffer_with_data(
                 label=f"{label}.{bound.name}", data=bound.data, usage=kind
             )
-            self._uniforms.keep((bound.buffer, bound.data), buffer)
+            self._uniforms[bound.buffer, bound.data] = buffer
             self.counters["uniforms"] += 1
         return buffer
 
@@ -589,34 +789,39 @@ class Device:
         """Gives back the memory of every cache."""
         with self._lock:
             self._pool.clear()
-            self._pipelines.clear()
-            self._uniforms.clear()
+            self._programs.clear()
 
 
-def _whole_words(data: np.ndarray) -> np.ndarray:
-    """The bytes, padded to a multiple of 4, as `GPUQueue.writeBuffer` needs them."""
-    if data.nbytes % 4 == 0:
-        return data
-    padded = np.zeros(-(-data.nbytes // 4) * 4, np.uint8)
-    padded[: data.nbytes] = data.reshape(-1).view(np.uint8)
-    return padded
+def _aligned(size: int, to: int) -> int:
+    return -(-size // to) * to
 
 
-def _batches(
-    wanted: "Sequence[tuple[wgpu.GPUBuffer, np.ndarray]]",
-) -> "Iterator[list[tuple[wgpu.GPUBuffer, np.ndarray, int, int, int]]]":
-    """Pieces (buffer, array, start in it, offset in staging, bytes) of one mapping at a time."""
-    batch: list[tuple[wgpu.GPUBuffer, np.ndarray, int, int, int]] = []
-    used = 0
-    for buffer, data in wanted:
-        nbytes = -(-data.nbytes // 4) * 4
-        for start in range(0, nbytes, _STAGING_BYTES):
-            size = min(_STAGING_BYTES, nbytes - start)
-            if used + size > _STAGING_BYTES:
+def _parts(data: np.ndarray, size: int) -> Iterator[tuple[int, np.ndarray]]:
+    """Offset and bytes of parts of at most `size`, a multiple of 8 unless it is all.
+
+    Each part is a multiple of 4, as WebGPU wants it: the last bytes go alone, padded with zeros.
+    """
+    flat = data.reshape(-1).view(np.uint8)
+    whole = flat.size // 8 * 8
+    for start in range(0, whole, size):
+        yield start, flat[start : min(start + size, whole)]
+    if whole < flat.size:
+        tail = np.zeros(_aligned(flat.size - whole, 4), np.uint8)
+        tail[: flat.size - whole] = flat[whole:]
+        yield whole, tail
+
+
+def _batches(wanted: Sequence[_Copy]) -> Iterator[list[_Copy]]:
+    """Copies of at most `_PIECE_BYTES` together."""
+    batch, used = list[_Copy](), 0
+    for copy in wanted:
+        for start in range(0, copy.target.nbytes, _PIECE_BYTES):
+            target = copy.target[start : start + _PIECE_BYTES]
+            if used + target.nbytes > _PIECE_BYTES:
                 yield batch
                 batch, used = [], 0
-            batch.append((buffer, data, start, used, size))
-            used += -(-size // 8) * 8
+            batch.append(_Copy(copy.memory, target, start))
+            used += _aligned(target.nbytes, 8)
     if batch:
         yield batch
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jax_webgpu import device, plan, resources, spec
+from jax_webgpu import device, plan, program, resources, spec
 from jax_webgpu.capabilities import Capabilities
 from jax_webgpu.errors import CallError, LimitError
 from jax_webgpu.plan import Buffer
@@ -131,7 +131,7 @@ def _run(
         out if out.dtype == buffer.dtype.storage else np.empty(out.shape, buffer.dtype.storage)
         for out, buffer in zip(outputs, ready.outputs, strict=True)
     ]
-    gpu.run(ready, stored, landing)
+    gpu.run(program.alone(ready), stored, landing)
     with np.errstate(all="ignore"):  # float16 without shader-f16: beyond its range is infinity
         for out, landed in zip(outputs, landing, strict=True):
             if out is not landed:
