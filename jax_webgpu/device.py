@@ -8,7 +8,7 @@ import functools
 import os
 import threading
 import warnings
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle, islice
@@ -31,6 +31,10 @@ _FEATURES = ("shader-f16", "subgroup", "timestamp-query")
 # A feature of wgpu's own: buffers that kernels bind may be mapped too.
 _MAPPABLE = "mappable-primary-buffers"
 
+# wgpu's own word for "READ" without one more submission, which it makes since a mapping could
+# otherwise come before what is written to the buffer. Ours comes after the submission of that.
+_READ = "READ_NOSYNC"
+
 # How many programs are kept, with their pipelines, uniforms and bind groups. A pipeline takes
 # 0.4 MB of lavapipe's memory, and WGSL may hold a call's sizes: then each shape has its own.
 MAX_PROGRAMS = 256
@@ -42,6 +46,8 @@ MAX_IDLE_BYTES = 1 << 30
 # and so many in turn, so that one is filled while another is copied.
 _PIECE_BYTES = 8 << 20
 _PIECES = 4
+# Rows with gaps between them are first put together, so many bytes at a time: the cache holds them.
+_BLOCK_BYTES = 256 << 10
 # Up to so many bytes `writeBuffer`, which copies twice, costs less than mapping does.
 _WRITE_BYTES = 64 << 10
 
@@ -378,32 +384,33 @@ class _Kept:
 
 @dataclass(frozen=True)
 class _Copy:
-    """The bytes of memory, from `start`, that an array wants: uint8, as many as it has."""
+    """Bytes of an array, uint8, and where in memory they go or come from."""
 
     memory: _Memory
-    target: np.ndarray
-    start: int = 0
+    data: np.ndarray
+    """All in one row; or in equal rows, with gaps between them on the host alone."""
+    start: int
 
 
 @dataclass(frozen=True)
 class _Landing:
-    """Memory that the host maps, and the bytes of arrays that come from each offset in it."""
+    """Memory that the host maps, and what goes from there to arrays."""
 
     memory: _Memory
-    targets: Sequence[tuple[int, np.ndarray]]
+    copies: Sequence[_Copy]
 
     @property
     def size(self) -> int:
-        offset, target = self.targets[-1]
-        return _aligned(offset + target.nbytes, 8)
+        return _aligned(self.copies[-1].start + self.copies[-1].data.nbytes, 8)
 
     def copy_out(self) -> None:
         """Waits for the mapping, copies, and ends it."""
         buffer = self.memory.mapped()
         try:
             source = np.frombuffer(buffer.read_mapped(0, self.size, copy=False), np.uint8)
-            for offset, target in self.targets:
-                target[:] = source[offset : offset + target.nbytes]
+            for copy in self.copies:
+                data = source[copy.start : copy.start + copy.data.nbytes]
+                copy.data[:] = data.reshape(copy.data.shape)
         finally:
             buffer.unmap()
 
@@ -452,8 +459,9 @@ class Device:
 
         Args:
           program: of plans made for `capabilities`.
-          inputs: one C-contiguous array for each of `program.inputs`, in its storage dtype.
-          outputs: one writable C-contiguous array for each of `program.outputs`, likewise; filled.
+          inputs: one array for each of `program.inputs`, in its storage dtype: C-contiguous, or a
+            matrix whose rows are.
+          outputs: one writable array for each of `program.outputs`, likewise; filled.
 
         Raises:
           DeviceError: wgpu or the driver failed.
@@ -483,24 +491,24 @@ class Device:
     ) -> None:
         kept = self._keep(program)
         memories = self._acquire(program, held)
-        sources = [memories[index] for index in program.inputs]
-        for memory, data in zip(sources, inputs, strict=True):
-            self._upload(memory, data, held)
+        self._upload(_sources(program, memories, inputs), held)
         encoder = self._device.create_command_encoder(label=program.label)
         self._encode(encoder, kept, memories)
         wanted = [
-            _Copy(memories[index], data.reshape(-1).view(np.uint8))
-            for index, data in zip(program.outputs, outputs, strict=True)
+            _Copy(memories[place.buffer], _bytes(data), place.offset)
+            for place, data in zip(program.outputs, outputs, strict=True)
             if data.size
         ]
         landings, rest = self._stage_first(encoder, wanted, held)
         self._submit(encoder)
-        for memory in sources:
+        for memory in memories:
             if memory.usage == self._upload_usage:
                 memory.map("WRITE")  # for the next call: one wait serves this and the read-back
         self._land(landings, rest, held)
         while held:
             self._pool.release(held.pop())
+        self.counters["bytes in"] += sum(data.nbytes for data in inputs)
+        self.counters["bytes out"] += sum(data.nbytes for data in outputs)
 
     def _take(self, size: int, usage: int, held: list[_Memory]) -> _Memory:
         """Memory from the pool. It is put into `held`, from where it goes back."""
@@ -515,11 +523,11 @@ class Device:
     def _acquire(self, program: Program, held: list[_Memory]) -> list[_Memory]:
         usages = [self._inner] * len(program.sizes)
         if self._unified:
-            for index in program.inputs:
-                if program.sizes[index] > _WRITE_BYTES:
-                    usages[index] = self._upload_usage
-            for index in program.outputs:
-                usages[index] = self._download_usage
+            for place in program.inputs:
+                if program.sizes[place.buffer] > _WRITE_BYTES:
+                    usages[place.buffer] = self._upload_usage
+            for place in program.outputs:
+                usages[place.buffer] = self._download_usage
         sized = zip(program.sizes, usages, strict=True)
         return [self._take(size, usage, held) for size, usage in sized]
 
@@ -529,32 +537,34 @@ class Device:
 
     # ---- host to device
 
-    def _upload(self, memory: _Memory, data: np.ndarray, held: list[_Memory]) -> None:
-        self.counters["bytes in"] += data.nbytes
-        if memory.usage == self._upload_usage:
-            buffer = memory.mapped()
-            for offset, part in _parts(data, data.nbytes):
-                buffer.write_mapped(part, offset)
-            buffer.unmap()
-        elif data.nbytes <= _WRITE_BYTES:
-            for offset, part in _parts(data, _WRITE_BYTES):
-                self._device.queue.write_buffer(memory.buffer, offset, part)
-        else:
-            self._upload_in_pieces(memory.buffer, data, held)
+    def _upload(self, copies: Sequence[_Copy], held: list[_Memory]) -> None:
+        by_memory = defaultdict[int, list[_Copy]](list)
+        for copy in copies:
+            by_memory[id(copy.memory)].append(copy)
+        for own in by_memory.values():
+            memory = own[0].memory
+            if memory.usage == self._upload_usage:
+                _fill(memory, own)
+            elif (size := own[-1].start + own[-1].data.nbytes) <= _WRITE_BYTES:
+                whole = np.zeros(size, np.uint8)
+                for copy in own:
+                    whole[copy.start : copy.start + copy.data.nbytes] = copy.data.reshape(-1)
+                self._device.queue.write_buffer(memory.buffer, 0, whole)
+            else:
+                self._upload_in_pieces(own, held)
 
-    def _upload_in_pieces(
-        self, target: "wgpu.GPUBuffer", data: np.ndarray, held: list[_Memory]
-    ) -> None:
+    def _upload_in_pieces(self, copies: Sequence[_Copy], held: list[_Memory]) -> None:
         """The device copies one piece while the host fills the next."""
-        size = min(data.nbytes, _PIECE_BYTES)
+        size = min(_PIECE_BYTES, copies[0].memory.size)
         pieces = [self._take(size, self._upload_usage, held) for _ in range(_PIECES)]
-        parts = _parts(data, _PIECE_BYTES)
-        for piece, (offset, part) in zip(cycle(pieces), parts, strict=False):
-            buffer = piece.mapped()
-            buffer.write_mapped(part)
-            buffer.unmap()
+        for piece, batch in zip(cycle(pieces), _batches(copies), strict=False):
+            offsets = _packed(batch)
+            _fill(piece, [_Copy(piece, c.data, at) for c, at in zip(batch, offsets, strict=True)])
             encoder = self._device.create_command_encoder(label="upload")
-            encoder.copy_buffer_to_buffer(buffer, 0, target, offset, part.nbytes)
+            for copy, offset in zip(batch, offsets, strict=True):
+                encoder.copy_buffer_to_buffer(
+                    piece.buffer, offset, copy.memory.buffer, copy.start, copy.data.nbytes
+                )
             self._submit(encoder)
             piece.map("WRITE")
         for piece in reversed(pieces):
@@ -589,9 +599,10 @@ class Device:
         dispatch = ready.launch.dispatch
         entries = []
         for index, bound in enumerate(dispatch.bindings):
-            place = ready.launch.buffers[index]
-            buffer = ready.uniforms[index] if place is None else memories[place].buffer
-            resource = {"buffer": buffer, "offset": 0, "size": bound.size}
+            place = ready.launch.places[index]
+            buffer = memories[place.buffer].buffer if place else ready.uniforms[index]
+            offset = place.offset if place else 0
+            resource = {"buffer": buffer, "offset": offset, "size": bound.size}
             entries.append({"binding": index, "resource": resource})
         self.counters["bind groups"] += 1
         return self._device.create_bind_group(
@@ -621,7 +632,10 @@ class Device:
     ) -> "tuple[deque[_Landing], Iterator[Sequence[_Copy]]]":
         """What can be mapped after the next submission, and the copies that wait for their turn."""
         if self._unified:
-            return deque(_Landing(copy.memory, [(0, copy.target)]) for copy in wanted), iter(())
+            by_memory = defaultdict[int, list[_Copy]](list)
+            for copy in wanted:
+                by_memory[id(copy.memory)].append(copy)
+            return deque(_Landing(own[0].memory, own) for own in by_memory.values()), iter(())
         batches = _batches(wanted)
         first = deque(self._stage(encoder, each, held) for each in islice(batches, _PIECES))
         return first, batches
@@ -630,15 +644,18 @@ class Device:
         self, encoder: "wgpu.GPUCommandEncoder", batch: Sequence[_Copy], held: list[_Memory]
     ) -> _Landing:
         """Encodes the copies of a batch to memory that can be mapped."""
-        targets, size = [], 0
-        for copy in batch:
-            targets.append((size, copy.target))
-            size += _aligned(copy.target.nbytes, 8)
+        offsets = _packed(batch)
+        size = offsets[-1] + _aligned(batch[-1].data.nbytes, 8)
         memory = self._take(size, self._download_usage, held)
-        for copy, (offset, target) in zip(batch, targets, strict=True):
+        for copy, offset in zip(batch, offsets, strict=True):
             encoder.copy_buffer_to_buffer(
-                copy.memory.buffer, copy.start, memory.buffer, offset, _aligned(target.nbytes, 4)
+                copy.memory.buffer,
+                copy.start,
+                memory.buffer,
+                offset,
+                _aligned(copy.data.nbytes, 4),
             )
+        targets = [_Copy(memory, c.data, at) for c, at in zip(batch, offsets, strict=True)]
         return _Landing(memory, targets)
 
     def _land(
@@ -649,11 +666,10 @@ class Device:
     ) -> None:
         """Copies to the arrays; the device makes the next pieces meanwhile."""
         for landing in landings:
-            landing.memory.map("READ", landing.size)
+            landing.memory.map(_READ, landing.size)
         while landings:
             landing = landings.popleft()
             landing.copy_out()
-            self.counters["bytes out"] += sum(target.nbytes for _, target in landing.targets)
             if self._unified:
                 continue
             self._give(landing.memory, held)
@@ -661,7 +677,7 @@ class Device:
                 encoder = self._device.create_command_encoder(label="read-back")
                 landings.append(self._stage(encoder, batch, held))
                 self._submit(encoder)
-                landings[-1].memory.map("READ", landings[-1].size)
+                landings[-1].memory.map(_READ, landings[-1].size)
 
     def measure(
         self, program: Program, inputs: Sequence[np.ndarray], *, sets: int, runs: int, rounds: int
@@ -692,8 +708,7 @@ class Device:
                 groups = []
                 for _ in range(sets):
                     memories = [self._take(size, self._inner, held) for size in program.sizes]
-                    for index, data in zip(program.inputs, inputs, strict=True):
-                        self._upload(memories[index], data, held)
+                    self._upload(_sources(program, memories, inputs), held)
                     groups.append([self._bind_group(each, memories) for each in launches])
                 times = []
                 for _ in range(1 + rounds):
@@ -796,34 +811,68 @@ def _aligned(size: int, to: int) -> int:
     return -(-size // to) * to
 
 
-def _parts(data: np.ndarray, size: int) -> Iterator[tuple[int, np.ndarray]]:
-    """Offset and bytes of parts of at most `size`, a multiple of 8 unless it is all.
-
-    Each part is a multiple of 4, as WebGPU wants it: the last bytes go alone, padded with zeros.
-    """
-    flat = data.reshape(-1).view(np.uint8)
-    whole = flat.size // 8 * 8
-    for start in range(0, whole, size):
-        yield start, flat[start : min(start + size, whole)]
-    if whole < flat.size:
-        tail = np.zeros(_aligned(flat.size - whole, 4), np.uint8)
-        tail[: flat.size - whole] = flat[whole:]
-        yield whole, tail
+def _bytes(array: np.ndarray) -> np.ndarray:
+    """The bytes of an array: in one row, or in as many as it has, where there are gaps between."""
+    return (array.reshape(-1) if array.flags.c_contiguous else array).view(np.uint8)
 
 
-def _batches(wanted: Sequence[_Copy]) -> Iterator[list[_Copy]]:
+def _sources(
+    program: Program, memories: Sequence[_Memory], arrays: Sequence[np.ndarray]
+) -> list[_Copy]:
+    """Copies of whole words, as WebGPU wants them: the last bytes go alone, padded with zeros."""
+    copies = []
+    for place, array in zip(program.inputs, arrays, strict=True):
+        memory, flat = memories[place.buffer], _bytes(array)
+        if flat.ndim == 2:
+            if flat.nbytes % 8 == 0 and flat.shape[1] <= _PIECE_BYTES:
+                copies.append(_Copy(memory, flat, place.offset))
+                continue
+            flat = flat.reshape(-1)
+        whole = flat.size // 8 * 8
+        if whole:
+            copies.append(_Copy(memory, flat[:whole], place.offset))
+        if whole < flat.size:
+            tail = np.zeros(_aligned(flat.size - whole, 4), np.uint8)
+            tail[: flat.size - whole] = flat[whole:]
+            copies.append(_Copy(memory, tail, place.offset + whole))
+    return copies
+
+
+def _fill(memory: _Memory, copies: Sequence[_Copy]) -> None:
+    """Writes to mapped memory, and ends the mapping."""
+    buffer = memory.mapped()
+    for copy in copies:
+        for start, data in _cut(copy.data, _BLOCK_BYTES if copy.data.ndim == 2 else _PIECE_BYTES):
+            buffer.write_mapped(np.ascontiguousarray(data), copy.start + start)
+    buffer.unmap()
+
+
+def _cut(data: np.ndarray, size: int) -> Iterator[tuple[int, np.ndarray]]:
+    """Parts of at most `size` bytes, or of one row, and where each starts."""
+    each = data.nbytes // len(data)
+    step = max(1, size // each)
+    for start in range(0, len(data), step):
+        yield start * each, data[start : start + step]
+
+
+def _batches(copies: Sequence[_Copy]) -> Iterator[list[_Copy]]:
     """Copies of at most `_PIECE_BYTES` together."""
     batch, used = list[_Copy](), 0
-    for copy in wanted:
-        for start in range(0, copy.target.nbytes, _PIECE_BYTES):
-            target = copy.target[start : start + _PIECE_BYTES]
-            if used + target.nbytes > _PIECE_BYTES:
+    for copy in copies:
+        for start, data in _cut(copy.data, _PIECE_BYTES):
+            if used + data.nbytes > _PIECE_BYTES:
                 yield batch
                 batch, used = [], 0
-            batch.append(_Copy(copy.memory, target, start))
-            used += _aligned(target.nbytes, 8)
+            batch.append(_Copy(copy.memory, data, copy.start + start))
+            used += _aligned(data.nbytes, 8)
     if batch:
         yield batch
+
+
+def _packed(batch: Sequence[_Copy]) -> list[int]:
+    """Offsets at which the copies of a batch lie behind each other."""
+    sizes = [_aligned(copy.data.nbytes, 8) for copy in batch]
+    return [sum(sizes[:index]) for index in range(len(sizes))]
 
 
 def _numbered(wgsl: str) -> str:

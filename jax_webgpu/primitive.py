@@ -17,12 +17,12 @@ from jax.interpreters import ad, batching, mlir, xla
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_webgpu import config, device, runtime, variants
+from jax_webgpu import config, device, variants
 from jax_webgpu.capabilities import IDEAL, PRESETS, Capabilities
 from jax_webgpu.errors import CallError
 from jax_webgpu.plan import Plan
 from jax_webgpu.resolve import Pairs, Resolved, Tensor
-from jax_webgpu.runtime import Operator
+from jax_webgpu.runtime import Dispatcher, Operator
 
 try:
     from jax.experimental.buffer_callback import buffer_callback
@@ -98,6 +98,10 @@ class Rules(Protocol):
     @staticmethod
     def results(call: Call, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """The outputs as JAX has them."""
+
+    @staticmethod
+    def narrow(call: Call, *operands: Any) -> tuple[Call, Sequence[Any]]:
+        """The call and the operands that cross to the host: of large ones what the call reads."""
 
     @staticmethod
     def reference(call: Call, *operands: Any) -> Sequence[Any]:
@@ -312,12 +316,16 @@ def _cross(registered: Registered, on_cpu: bool, *arrays: Any, call: Call) -> Se
     """
     if call.settings.implementation == "reference":
         return registered.rules.reference(call, *_own(call, arrays))
-    tensors = _tensors([jax.typeof(array) for array in _own(call, arrays)])
+    place = arrays[len(_own(call, arrays)) :]
+    call, operands = registered.rules.narrow(call, *_own(call, arrays))
+    tensors = _tensors([jax.typeof(operand) for operand in operands])
     results = [
         jax.ShapeDtypeStruct(result.shape, np.dtype(result.dtype))
         for result in registered.rules.results(call, tensors)
     ]
-    host = functools.partial(_host, registered.operator, registered.resolve(call, tensors), call)
+    resolved = registered.resolve(call, tensors)
+    dispatch = Dispatcher(registered.operator, resolved, call.static)
+    host = functools.partial(_host, dispatch, call.placed)
     wanted = call.settings.callback
     if wanted == "buffer" and not (on_cpu and buffer_callback is not None):
         raise CallError(
@@ -327,7 +335,7 @@ def _cross(registered: Registered, on_cpu: bool, *arrays: Any, call: Call) -> Se
     if on_cpu and wanted != "pure" and buffer_callback is not None:
         in_place = functools.partial(_buffer_host, host)
         _install_fence()
-        crossed: Sequence[Any] = buffer_callback(in_place, results)(*arrays)
+        crossed: Sequence[Any] = buffer_callback(in_place, results)(*operands, *place)
         return crossed
     _require_cpu_backend()
     if call.loose_axes:
@@ -337,7 +345,8 @@ def _cross(registered: Registered, on_cpu: bool, *arrays: Any, call: Call) -> Se
             "callback='buffer' on the CPU platform"
         )
     _install_fence()
-    crossed = jax.pure_callback(functools.partial(_pure_host, host, results), results, *arrays)
+    in_copies = functools.partial(_pure_host, host, results)
+    crossed = jax.pure_callback(in_copies, results, *operands, *place)
     return crossed
 
 
@@ -346,14 +355,12 @@ Host = Callable[[Sequence[np.ndarray], Sequence[np.ndarray]], None]
 
 
 def _host(
-    operator: Operator,
-    resolved: Resolved,
-    call: Call,
-    outputs: Sequence[np.ndarray],
-    arrays: Sequence[np.ndarray],
+    dispatch: Dispatcher, placed: bool, outputs: Sequence[np.ndarray], arrays: Sequence[np.ndarray]
 ) -> None:
-    place = int(arrays[-1]) if call.placed else 0
-    runtime.run(operator, resolved, _own(call, arrays), outputs, call.static, place)
+    if placed:
+        dispatch(arrays[:-1], outputs, int(arrays[-1]))
+    else:
+        dispatch(arrays, outputs)
 
 
 def _buffer_host(host: Host, context: Any, outputs: Sequence[Any], *arrays: Any) -> None:
@@ -528,11 +535,27 @@ def _calls(jaxpr: Any) -> Iterator[tuple[Registered, Call, tuple[Tensor, ...]]]:
     for equation in jaxpr.eqns:
         if equation.primitive in _registered:
             call = equation.params["call"]
-            tensors = _tensors([variable.aval for variable in _own(call, equation.invars)])
-            yield _registered[equation.primitive], call, tensors
+            registered = _registered[equation.primitive]
+            yield registered, *_narrowed(registered, call, _own(call, equation.invars))
         for parameter in equation.params.values():
             for inner in parameter if isinstance(parameter, list | tuple) else [parameter]:
                 if hasattr(inner, "eqns"):
                     yield from _calls(inner)
                 elif hasattr(inner, "jaxpr"):
                     yield from _calls(inner.jaxpr)
+
+
+def _narrowed(
+    registered: Registered, call: Call, operands: Sequence[Any]
+) -> tuple[Call, tuple[Tensor, ...]]:
+    """`Rules.narrow` of operands of which only the types are known."""
+    calls = []
+
+    def narrow(*operands: Any) -> Sequence[Any]:
+        narrower, narrowed = registered.rules.narrow(call, *operands)
+        calls.append(narrower)
+        return narrowed
+
+    shapes = [jax.ShapeDtypeStruct(each.aval.shape, each.aval.dtype) for each in operands]
+    tensors = _tensors(jax.eval_shape(narrow, *shapes))
+    return calls[0], tensors

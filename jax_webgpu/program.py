@@ -5,14 +5,17 @@ and go there, and which stay on the device; of these, arrays whose lives do not 
 buffer. Like a plan it needs no device to make.
 """
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from jax_webgpu.plan import PassPlan, Plan
 
-# A buffer's least size: WebGPU binds nothing that is empty, and maps multiples of 8.
+# WebGPU binds nothing that is empty.
 _LEAST = 16
+# The largest that `minStorageBufferOffsetAlignment` may be.
+_ALIGNMENT = 256
 
 
 @dataclass(frozen=True)
@@ -27,12 +30,20 @@ class Call:
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where an array lies: a buffer of the program, and bytes from its start."""
+
+    buffer: int
+    offset: int = 0
+
+
+@dataclass(frozen=True)
 class Launch:
     """One dispatch of a program."""
 
     dispatch: PassPlan
-    buffers: tuple[int | None, ...]
-    """For each binding the index of the program's buffer; None where it holds data of its own."""
+    places: tuple[Place | None, ...]
+    """Of each binding; None where it holds data of its own."""
     cleared: tuple[int, ...] = ()
     """The buffers that are zeroed before it."""
 
@@ -45,16 +56,16 @@ class Program:
       label: for people.
       launches: in order.
       sizes: bytes of each buffer, never 0.
-      inputs: the buffer of each array that comes from the host.
-      outputs: the buffer of each array that goes to the host. No other array is kept in one of
-        these or of `inputs`.
+      inputs: where each array lies that comes from the host.
+      outputs: where each array lies that goes to the host. In a buffer of these or of `inputs`
+        there is nothing else.
     """
 
     label: str
     launches: tuple[Launch, ...]
     sizes: tuple[int, ...]
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
+    inputs: tuple[Place, ...]
+    outputs: tuple[Place, ...]
 
 
 def link(
@@ -62,48 +73,39 @@ def link(
 ) -> Program:
     """Makes plans into a program.
 
+    Arrays that come from the host share a buffer, and those that go there, so that the host maps
+    few: unless it would be too large, or a dispatch would read and write it at once.
+
     Args:
       label: for people.
       calls: in an order in which each array is made before it is read.
       inputs: the arrays that come from the host, each once.
       outputs: the arrays that go to the host, each once and each made by a call.
     """
+    sizes = _bytes_bound(calls)
+    most = min((call.plan.capabilities.limit("maxBufferSize") for call in calls), default=0)
     memory = _Memory()
-    home = {array: memory.take(_LEAST) for array in (*inputs, *outputs)}
+    read = {array for call in calls for array in call.inputs}
+    home = memory.pack({array: sizes.get(array, _LEAST) for array in inputs}, most)
+    home |= memory.pack({array: sizes[array] for array in outputs if array not in read}, most)
+    home |= {array: memory.take(sizes[array]) for array in outputs if array in read}
+    stays = {*home}
     last = {array: at for at, call in enumerate(calls) for array in (*call.inputs, *call.outputs)}
     launches: list[Launch] = []
     for at, call in enumerate(calls):
         plan = call.plan
-        names = dict(zip((buffer.name for buffer in plan.inputs), call.inputs, strict=True))
-        names |= zip((buffer.name for buffer in plan.outputs), call.outputs, strict=True)
-        bound = {
-            name: max([_LEAST, buffer.size, *_bound_sizes(plan, name)])
-            for buffer in (*plan.inputs, *plan.outputs, *plan.intermediates)
-            if (name := buffer.name)
-        }
-        own = {}
-        for buffer in (*plan.outputs, *plan.intermediates):
-            array = names.get(buffer.name)
-            if array in home:
-                continue
-            taken = memory.take(bound[buffer.name])
-            if array is None:
-                own[buffer.name] = taken
-            else:
-                home[array] = taken
-        at_home = own | {name: home[array] for name, array in names.items()}
-        for name, size in bound.items():
-            memory.grow(at_home[name], size)
-        cleared = tuple(at_home[array.name] for array in plan.intermediates if array.zero_init)
+        home |= {a: memory.take(sizes[a]) for a in call.outputs if a not in home}
+        own = {each.name: memory.take(_bound(plan, each.name)) for each in plan.intermediates}
+        arrays = zip((*plan.inputs, *plan.outputs), (*call.inputs, *call.outputs), strict=True)
+        places = own | {each.name: home[array] for each, array in arrays}
+        cleared = tuple(places[each.name].buffer for each in plan.intermediates if each.zero_init)
         for each in plan.passes:
-            buffers = tuple(at_home[b.source] if b.source else None for b in each.bindings)
-            launches.append(Launch(each, buffers, cleared))
+            at_home = tuple(places[b.source] if b.source else None for b in each.bindings)
+            launches.append(Launch(each, at_home, cleared))
             cleared = ()
-        for buffer_index in own.values():
-            memory.give_back(buffer_index)
-        for array in {*call.inputs, *call.outputs} - {*inputs, *outputs}:
-            if last[array] == at:
-                memory.give_back(home[array])
+        memory.give_back(own.values())
+        over = {array for array in (*call.inputs, *call.outputs) if last[array] == at} - stays
+        memory.give_back(home[array] for array in over)
     return Program(
         label,
         tuple(launches),
@@ -121,18 +123,30 @@ def alone(plan: Plan) -> Program:
     return link(plan.label, [Call(plan, inputs, outputs)], inputs, outputs)
 
 
-def _bound_sizes(plan: Plan, name: str) -> list[int]:
-    return [b.size for each in plan.passes for b in each.bindings if b.source == name]
+def _bytes_bound(calls: Iterable[Call]) -> dict[int, int]:
+    sizes = defaultdict[int, int](int)
+    for call in calls:
+        buffers = (*call.plan.inputs, *call.plan.outputs)
+        for array, buffer in zip((*call.inputs, *call.outputs), buffers, strict=True):
+            sizes[array] = max(sizes[array], buffer.size, _bound(call.plan, buffer.name))
+    return sizes
+
+
+def _bound(plan: Plan, name: str) -> int:
+    """The most bytes that a pass binds of one of a plan's arrays."""
+    bound = (b.size for each in plan.passes for b in each.bindings if b.source == name)
+    return max(_LEAST, *bound, 0)
 
 
 class _Memory:
-    """Buffers that are taken and given back; a free one grows if that wastes least."""
+    """Buffers in which arrays are placed; one that is given back may be taken again, and grow."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
         self.free: list[int] = []
 
-    def take(self, size: int) -> int:
+    def take(self, size: int) -> Place:
+        """A free buffer that is large enough, else the largest one, else a new one."""
         fitting = [index for index in self.free if self.sizes[index] >= size]
         if fitting:
             index = min(fitting, key=self.sizes.__getitem__)
@@ -140,13 +154,22 @@ class _Memory:
             index = max(self.free, key=self.sizes.__getitem__)
         else:
             self.sizes.append(size)
-            return len(self.sizes) - 1
+            return Place(len(self.sizes) - 1)
         self.free.remove(index)
-        self.grow(index, size)
-        return index
-
-    def grow(self, index: int, size: int) -> None:
         self.sizes[index] = max(self.sizes[index], size)
+        return Place(index)
 
-    def give_back(self, index: int) -> None:
-        self.free.append(index)
+    def pack(self, sizes: dict[int, int], most: int) -> dict[int, Place]:
+        """One new buffer for several arrays, of at most `most` bytes; else one for each."""
+        offsets, end = dict[int, int](), 0
+        for array, size in sizes.items():
+            offsets[array] = -(-end // _ALIGNMENT) * _ALIGNMENT
+            end = offsets[array] + size
+        if end > most:
+            return {array: self.take(size) for array, size in sizes.items()}
+        if sizes:
+            self.sizes.append(end)
+        return {array: Place(len(self.sizes) - 1, offset) for array, offset in offsets.items()}
+
+    def give_back(self, places: Iterable[Place]) -> None:
+        self.free.extend(place.buffer for place in places)

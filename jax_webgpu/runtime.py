@@ -4,9 +4,10 @@ Nothing here knows an operator, and nothing here may touch JAX: inside a callbac
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -69,73 +70,100 @@ def _load(manifest: Path, shaders: Path, overlay: Path | None) -> Spec:
     return spec.load(manifest, shaders, overlay)
 
 
+@dataclass(frozen=True, eq=False)
+class Dispatcher:
+    """One call of an operator, to be run again and again; what a device runs for it is kept.
+
+    Attributes:
+      operator: whose call it is.
+      resolved: the call.
+      static: what the operator keeps of the call.
+    """
+
+    operator: Operator
+    resolved: Resolved
+    static: Pairs = ()
+    _programs: MutableMapping[device.Device, tuple[plan.Plan, program.Program]] = field(
+        default_factory=WeakKeyDictionary, repr=False
+    )
+
+    def __call__(
+        self, arrays: Arrays, outputs: Arrays | None = None, place: int = 0
+    ) -> tuple[np.ndarray, ...]:
+        """Runs the call on a device of this process and waits for it.
+
+        Args:
+          arrays: one array for each input that is given, then those that `operator.check` alone
+            sees.
+          outputs: writable C-contiguous arrays to be filled, one for each output; made if not
+            given.
+          place: which of several adapters to use; counts on from the first again after the last.
+
+        Returns:
+          The outputs.
+
+        Raises:
+          ValueError: a value in `arrays` is not admitted.
+          DeviceError: the device cannot run the call, or failed.
+        """
+        operator, resolved = self.operator, self.resolved
+        if operator.check is not None:
+            operator.check(self.static, arrays)
+        gpu = device.get(place)
+        arrays = arrays[: len(resolved.inputs)]
+        if outputs is None:
+            outputs = [np.empty(tensor.shape, tensor.dtype) for _, tensor in resolved.outputs]
+        targets: Arrays = outputs
+        if operator.moves_bits:
+            arrays = [_viewed(a, t) for a, (_, t) in zip(arrays, resolved.inputs, strict=True)]
+            targets = [_viewed(o, t) for o, (_, t) in zip(outputs, resolved.outputs, strict=True)]
+        self._run(gpu, arrays, targets)
+        return tuple(outputs)
+
+    def _run(self, gpu: device.Device, arrays: Arrays, outputs: Arrays) -> None:
+        """Runs the call whole, or in pieces where its arrays are larger than a binding may be."""
+        try:
+            ready, linked = self._program(gpu)
+        except LimitError:
+            if self.operator.pieces is None:
+                raise
+            limits = ("maxStorageBufferBindingSize", "maxBufferSize")
+            most = min(gpu.capabilities.limit(name) for name in limits)
+            for resolved, *rest in self.operator.pieces(self.resolved, arrays, outputs, most):
+                if resolved == self.resolved:
+                    raise
+                Dispatcher(self.operator, resolved)._run(gpu, *rest)
+            return
+        stored = [to_storage(a, buffer) for a, buffer in zip(arrays, ready.inputs, strict=True)]
+        landing = [
+            out if out.dtype == buffer.dtype.storage else np.empty(out.shape, buffer.dtype.storage)
+            for out, buffer in zip(outputs, ready.outputs, strict=True)
+        ]
+        gpu.run(linked, stored, landing)
+        with np.errstate(all="ignore"):  # float16 without shader-f16: beyond its range is infinity
+            for out, landed in zip(outputs, landing, strict=True):
+                if out is not landed:
+                    np.copyto(out, landed, casting="unsafe")
+
+    def _program(self, gpu: device.Device) -> tuple[plan.Plan, program.Program]:
+        found = self._programs.get(gpu)
+        if found is None:
+            ready = self.operator.plan(self.resolved, gpu.capabilities)
+            if ready.unwritten:
+                raise CallError(f"{ready.label}: no pass writes {', '.join(ready.unwritten)}")
+            found = self._programs[gpu] = ready, program.alone(ready)
+        return found
+
+
 def run(
     operator: Operator,
     resolved: Resolved,
-    arrays: Sequence[np.ndarray],
-    outputs: Sequence[np.ndarray] | None = None,
+    arrays: Arrays,
+    outputs: Arrays | None = None,
     static: Pairs = (),
-    place: int = 0,
 ) -> tuple[np.ndarray, ...]:
-    """Runs one call on a device of this process and waits for it.
-
-    Args:
-      operator: whose call it is.
-      resolved: the call.
-      arrays: one array for each input that is given, then those that `operator.check` alone sees.
-      outputs: writable C-contiguous arrays to be filled, one for each output; made if not given.
-      static: what the operator keeps of the call.
-      place: which of several adapters to use; counts on from the first again after the last.
-
-    Returns:
-      The outputs.
-
-    Raises:
-      ValueError: a value in `arrays` is not admitted.
-      DeviceError: the device cannot run the call, or failed.
-    """
-    if operator.check is not None:
-        operator.check(static, arrays)
-    gpu = device.get(place)
-    arrays = arrays[: len(resolved.inputs)]
-    if outputs is None:
-        outputs = [np.empty(tensor.shape, tensor.dtype) for _, tensor in resolved.outputs]
-    targets: Arrays = outputs
-    if operator.moves_bits:
-        arrays = [_viewed(a, each) for a, (_, each) in zip(arrays, resolved.inputs, strict=True)]
-        targets = [_viewed(o, each) for o, (_, each) in zip(outputs, resolved.outputs, strict=True)]
-    _run(operator, gpu, resolved, arrays, targets)
-    return tuple(outputs)
-
-
-def _run(
-    operator: Operator, gpu: device.Device, resolved: Resolved, arrays: Arrays, outputs: Arrays
-) -> None:
-    """Runs a call whole, or in pieces where its arrays are larger than a binding may be."""
-    try:
-        ready = operator.plan(resolved, gpu.capabilities)
-    except LimitError:
-        if operator.pieces is None:
-            raise
-        limits = ("maxStorageBufferBindingSize", "maxBufferSize")
-        most = min(gpu.capabilities.limit(name) for name in limits)
-        for piece in operator.pieces(resolved, arrays, outputs, most):
-            if piece[0] == resolved:
-                raise
-            _run(operator, gpu, *piece)
-        return
-    if ready.unwritten:
-        raise CallError(f"{ready.label}: no pass writes {', '.join(ready.unwritten)}")
-    stored = [to_storage(a, buffer) for a, buffer in zip(arrays, ready.inputs, strict=True)]
-    landing = [
-        out if out.dtype == buffer.dtype.storage else np.empty(out.shape, buffer.dtype.storage)
-        for out, buffer in zip(outputs, ready.outputs, strict=True)
-    ]
-    gpu.run(program.alone(ready), stored, landing)
-    with np.errstate(all="ignore"):  # float16 without shader-f16: beyond its range is infinity
-        for out, landed in zip(outputs, landing, strict=True):
-            if out is not landed:
-                np.copyto(out, landed, casting="unsafe")
+    """One call that is not to come again; see `Dispatcher`."""
+    return Dispatcher(operator, resolved, static)(arrays, outputs)
 
 
 def _viewed(array: np.ndarray, tensor: Tensor) -> np.ndarray:

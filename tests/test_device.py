@@ -459,7 +459,7 @@ def test_buffers_are_pooled_and_bounded(fresh, spied):
         actual = [np.empty(size, np.uint32) for size in sizes]
         plan = planned(lambda x, sizes=sizes: jax_webgpu.split(x, sizes), x)
         gpu.run(alone(plan), [x[None]], actual)
-    assert len(spied.buffers) - made <= 3  # input, two outputs
+    assert len(spied.buffers) - made <= 2  # input, outputs
 
 
 def test_clearing_gives_all_back(fresh, spied):
@@ -552,8 +552,8 @@ cache = np.zeros((64, 8), np.float32)
 positions = np.zeros((1, 64), np.int32)
 
 def new(index):
-    rows = np.zeros((1 + index, 8), np.float32)
-    return np.zeros((1, 2 + index % 30, 64, 16), np.float32), rows, rows, positions
+    rows = np.zeros((1 + index % 2, 8), np.float32)
+    return np.zeros((1, 2 + index // 2, 64, 16), np.float32), rows, rows, positions
 
 shapes = [(1, 16 + n, 64, 16) for n in range(10)]
 jitted = jax.jit(f)
@@ -596,6 +596,7 @@ def test_a_wgsl_error_reaches_the_caller(run, monkeypatch):
         with pytest.raises(FROM_CALLBACK, match=plan.label) as error:
             jax.block_until_ready(run(split_x, X))
     assert "   3 |   let x = missing;" in str(error.value)
+    jax.clear_caches()  # what was lowered keeps its plan
     oracle.assert_split(run(split_x, X), X, [3, 4], 0)
 
 
@@ -627,7 +628,7 @@ def test_an_error_while_reading_back(kind, unified, fresh, spied, monkeypatch):
         expected = jax_webgpu.DeviceError if kind is RuntimeError else kind
         with pytest.raises(expected, match="in the middle"):
             launched(gpu, planned(split_x, X))
-    assert len(spied.buffers) == (3 if unified else 4)  # input, two outputs, read-back
+    assert len(spied.buffers) == (2 if unified else 3)  # input, outputs, read-back
     assert_all_destroyed(spied)
     assert_split_runs(gpu)
 

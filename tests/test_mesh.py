@@ -36,13 +36,13 @@ def on_the_cpu():
 def shards(monkeypatch):
     """The shapes of x and the places of the calls that reach the host."""
     calls = []
-    run = runtime.run
+    dispatch = runtime.Dispatcher.__call__
 
-    def recorded(operator, resolved, arrays, outputs, static, place):
+    def recorded(self, arrays, outputs, place=0):
         calls.append((arrays[0].shape, place))
-        return run(operator, resolved, arrays, outputs, static, place)
+        return dispatch(self, arrays, outputs, place)
 
-    monkeypatch.setattr(runtime, "run", recorded)
+    monkeypatch.setattr(runtime.Dispatcher, "__call__", recorded)
     return calls
 
 
@@ -322,8 +322,8 @@ PROCESS = """
     from jax_webgpu import runtime
 
     ran = []
-    run = runtime.run
-    runtime.run = lambda *a: ran.append((a[2][0].shape, a[-1])) or run(*a)
+    dispatch = runtime.Dispatcher.__call__
+    runtime.Dispatcher.__call__ = lambda *a: ran.append((a[1][0].shape, a[-1])) or dispatch(*a)
 
     rng = np.random.default_rng(0)
     x = rng.standard_normal((4, 3, 5, 16)).astype(np.float32)

@@ -273,7 +273,7 @@ def _check_positions(positions: np.ndarray, rows: int) -> None:
 
 class Rules:
     """Operands: x, cos, sin; with positions also these, and where they are not the caller's own,
-    the caller's, which `rows` then belongs to.
+    the caller's, which `rows` then belongs to. Beside caches of rank 3 positions are only checked.
 
     Rotation is bilinear: linear in x for given caches, and its rotated part linear in the caches
     for given x. With x's pair (a, b) and the row (c, s), y = (a*c - b*s, a*s + b*c).
@@ -329,6 +329,8 @@ class Rules:
     @staticmethod
     def resolve(call: Call, tensors: tuple[Tensor, ...]) -> Resolved:
         inputs = dict(zip(("x", "cos", "sin", "positionIds"), tensors, strict=False))
+        if len(tensors[1].shape) == 3:
+            inputs.pop("positionIds", None)
         if "positionIds" in inputs:
             # The manifest knows int64 alone; any integer array is checked on its way to u32.
             inputs["positionIds"] = Tensor(inputs["positionIds"].shape, "int64")
@@ -342,6 +344,18 @@ class Rules:
     @staticmethod
     def results(call: Call, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return tensors[:1]
+
+    @staticmethod
+    def narrow(call: Call, *operands: Any) -> tuple[Call, Sequence[Any]]:
+        """Of a table with more rows than tokens, each token's row: a decoding step reads few."""
+        x, cos, sin, *ids = operands
+        if not ids or cos.ndim == 3 or ids[0].size >= cos.shape[0]:
+            return call, operands
+        rows = dict(call.static).get("rows", cos.shape[0])
+        # Positions beyond the table are refused by the host: what is gathered for them is nothing.
+        options = {"mode": "clip", "wrap_negative_indices": False}
+        cos, sin = (cache.at[ids[0]].get(**options) for cache in (cos, sin))
+        return call.with_static(rows=rows), [x, cos, sin, ids[-1]]
 
     @staticmethod
     def reference(call: Call, *operands: Any) -> Sequence[Any]:

@@ -209,6 +209,10 @@ class Rules:
         )
 
     @staticmethod
+    def narrow(call: Call, *operands: Any) -> tuple[Call, Sequence[Any]]:
+        return call, operands
+
+    @staticmethod
     def reference(call: Call, *operands: Any) -> Sequence[Any]:
         (x,) = operands
         sizes = dict(call.static)["sizes"]
