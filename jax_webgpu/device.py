@@ -426,7 +426,11 @@ class Device:
 
     def __init__(self, adapter: "wgpu.GPUAdapter", info: AdapterInfo):
         wgpu = _wgpu()
-        features = [name for name in (*_FEATURES, _MAPPABLE) if name in adapter.features]
+        # Where the device's memory is the host's, kernels bind what the host maps; else the host
+        # maps pieces that the device copies.
+        self._unified = _MAPPABLE in adapter.features and info.kind in _UNIFIED
+        asked = (*_FEATURES, _MAPPABLE) if self._unified else _FEATURES
+        features = [name for name in asked if name in adapter.features]
         try:
             self._device = adapter.request_device_sync(
                 label="jax_webgpu", required_features=features
@@ -443,9 +447,6 @@ class Device:
         self._pipelines = WeakValueDictionary[Any, _Pipeline]()
         self._uniforms = WeakValueDictionary[Any, Any]()
         self._pool = _Pool(self._device, self.capabilities.limit("maxBufferSize"))
-        # Where the device's memory is the host's, kernels bind what the host maps; else the host
-        # maps pieces that the device copies.
-        self._unified = _MAPPABLE in features and info.kind in _UNIFIED
         usage = wgpu.BufferUsage
         self._inner = usage.STORAGE | usage.COPY_SRC | usage.COPY_DST
         bound = usage.STORAGE if self._unified else 0

@@ -7,8 +7,9 @@ buffer. Like a plan it needs no device to make.
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import accumulate
 
 from jax_webgpu.plan import PassPlan, Plan
 
@@ -116,11 +117,21 @@ def link(
 
 
 @lru_cache(maxsize=1024)
-def alone(plan: Plan) -> Program:
-    """The program of one plan: its inputs come from the host and its outputs go there."""
+def alone(plan: Plan, parts: tuple[int, ...] = ()) -> Program:
+    """The program of one plan: its inputs come from the host and its outputs go there.
+
+    Args:
+      plan: of any call.
+      parts: where the only output goes to the host as several arrays, the bytes of each.
+    """
     inputs = tuple(range(len(plan.inputs)))
     outputs = tuple(range(len(inputs), len(inputs) + len(plan.outputs)))
-    return link(plan.label, [Call(plan, inputs, outputs)], inputs, outputs)
+    program = link(plan.label, [Call(plan, inputs, outputs)], inputs, outputs)
+    if not parts:
+        return program
+    (whole,) = program.outputs
+    starts = accumulate(parts[:-1], initial=whole.offset)
+    return replace(program, outputs=tuple(Place(whole.buffer, start) for start in starts))
 
 
 def _bytes_bound(calls: Iterable[Call]) -> dict[int, int]:

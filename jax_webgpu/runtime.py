@@ -38,6 +38,8 @@ class Operator:
         ones or made for the piece.
       moves_bits: the kernels only move data, and resolved calls may see an array as another dtype
         and shape of as many bytes.
+      parts: the outputs of a call for the host, where its only output may hold several, one behind
+        the other.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Operator:
     fit: Callable[[Resolved, Capabilities], Resolved] | None = None
     pieces: Callable[[Resolved, Arrays, Arrays, int], Iterator[Piece]] | None = None
     moves_bits: bool = False
+    parts: Callable[[Resolved], Sequence[Tensor]] | None = None
 
     @property
     def spec(self) -> Spec:
@@ -116,14 +119,15 @@ class Dispatcher:
         targets: Arrays = outputs
         if operator.moves_bits:
             arrays = [_viewed(a, t) for a, (_, t) in zip(arrays, resolved.inputs, strict=True)]
-            targets = [_viewed(o, t) for o, (_, t) in zip(outputs, resolved.outputs, strict=True)]
+            parts = operator.parts(resolved) if operator.parts else [t for _, t in resolved.outputs]
+            targets = [_viewed(out, part) for out, part in zip(outputs, parts, strict=True)]
         self._run(gpu, arrays, targets)
         return tuple(outputs)
 
     def _run(self, gpu: device.Device, arrays: Arrays, outputs: Arrays) -> None:
         """Runs the call whole, or in pieces where its arrays are larger than a binding may be."""
         try:
-            ready, linked = self._program(gpu)
+            ready, linked = self._program(gpu, outputs)
         except LimitError:
             if self.operator.pieces is None:
                 raise
@@ -135,9 +139,10 @@ class Dispatcher:
                 Dispatcher(self.operator, resolved)._run(gpu, *rest)
             return
         stored = [to_storage(a, buffer) for a, buffer in zip(arrays, ready.inputs, strict=True)]
+        whole = ready.outputs * (len(outputs) if len(ready.outputs) == 1 else 1)
         landing = [
             out if out.dtype == buffer.dtype.storage else np.empty(out.shape, buffer.dtype.storage)
-            for out, buffer in zip(outputs, ready.outputs, strict=True)
+            for out, buffer in zip(outputs, whole, strict=True)
         ]
         gpu.run(linked, stored, landing)
         with np.errstate(all="ignore"):  # float16 without shader-f16: beyond its range is infinity
@@ -145,13 +150,17 @@ class Dispatcher:
                 if out is not landed:
                     np.copyto(out, landed, casting="unsafe")
 
-    def _program(self, gpu: device.Device) -> tuple[plan.Plan, program.Program]:
+    def _program(self, gpu: device.Device, outputs: Arrays) -> tuple[plan.Plan, program.Program]:
         found = self._programs.get(gpu)
         if found is None:
             ready = self.operator.plan(self.resolved, gpu.capabilities)
             if ready.unwritten:
                 raise CallError(f"{ready.label}: no pass writes {', '.join(ready.unwritten)}")
-            found = self._programs[gpu] = ready, program.alone(ready)
+            parts: tuple[int, ...] = ()
+            if len(outputs) != len(ready.outputs):
+                (whole,) = ready.outputs
+                parts = tuple(output.size * whole.dtype.storage.itemsize for output in outputs)
+            found = self._programs[gpu] = ready, program.alone(ready, parts)
         return found
 
 

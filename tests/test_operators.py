@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from calls import public_function
+from calls import counted, public_function
 from cases import CASES, LARGE_CASES, ROTARY_CASES, SPLIT_CASES, SPLIT_DTYPES, RotaryCase, SplitCase
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -279,12 +279,32 @@ def test_any_split(case, run):
     check(case, run)
 
 
+@pytest.mark.parametrize("overlays", [True, False])
+@pytest.mark.parametrize("dtype", ["int32", "uint8", "float16", "complex64"])
 @pytest.mark.parametrize("count", [6, 12, 26, 31])
-def test_more_outputs_than_the_manifest_has(count, run):
-    """Any number of parts, uneven and empty ones among them, by splitting in groups."""
+def test_more_outputs_than_the_manifest_has(count, dtype, overlays, run):
+    """Any number of parts, uneven and empty ones among them: in one pass, or in groups."""
     rng = np.random.default_rng(count)
     sizes = tuple(int(size) for size in rng.integers(0, 4, count))
-    x = rng.integers(0, 1000, (3, sum(sizes), 2), dtype=np.int32)
+    x = rng.integers(0, 200, (3, sum(sizes), 3)).astype(dtype)
+    with jax_webgpu.configure(overlays=overlays):
+        split, dispatches = counted(run, partial(jax_webgpu.split, split=sizes, axis=1), x)
+    oracle.assert_split(split, x, sizes, 1)
+    assert (dispatches == 1) == overlays
+
+
+@pytest.mark.parametrize(("shape", "axis"), [((4, 300), 1), ((300, 7), 0), ((2, 300, 4), 1)])
+@pytest.mark.parametrize("count", [20, 100, 300])
+def test_any_number_of_equal_outputs_takes_one_pass(count, shape, axis, run):
+    x = np.random.default_rng(count).standard_normal(shape).astype(np.float32)
+    split, dispatches = counted(run, partial(jax_webgpu.split, num_outputs=count, axis=axis), x)
+    oracle.assert_split(split, x, (300 // count,) * count, axis)
+    assert dispatches == 1
+
+
+def test_more_unequal_outputs_than_one_pass_takes(run):
+    sizes = tuple(1 + index % 3 for index in range(100))
+    x = np.arange(2 * sum(sizes), dtype=np.int32).reshape(2, -1)
     oracle.assert_split(run(partial(jax_webgpu.split, split=sizes, axis=1), x), x, sizes, 1)
 
 

@@ -21,8 +21,13 @@ from jax_webgpu import resources
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "jax_webgpu"
 SPECS = ["ai.onnx.RotaryEmbedding.json", "ai.onnx.Split.json"]
+OWN = ["jax_webgpu.SplitPacked.json"]
 OVERLAYS = [name.replace(".json", ".overlay.json") for name in SPECS]
-OVERLAY_SHADERS = ["rotary-embedding-items.wgsl.jinja", "split-items.wgsl.jinja"]
+OWN_SHADERS = [
+    "rotary-embedding-items.wgsl.jinja",
+    "split-items.wgsl.jinja",
+    "split-packed.wgsl.jinja",
+]
 SHADERS = [
     "datamove-flat-copy.wgsl.jinja",
     "datamove-split-block.wgsl.jinja",
@@ -69,8 +74,8 @@ def test_wheel_holds_the_package_alone(dist):
 
     assert wheel.name.startswith("jax_webgpu-") and wheel.name.endswith("-py3-none-any.whl")
     assert {name.split("/")[0] for name in shipped} == {"jax_webgpu"}
-    assert {f"jax_webgpu/specs/{name}" for name in SPECS + OVERLAYS} <= shipped
-    assert {f"jax_webgpu/shaders/{name}" for name in SHADERS + OVERLAY_SHADERS} <= shipped
+    assert {f"jax_webgpu/specs/{name}" for name in SPECS + OWN + OVERLAYS} <= shipped
+    assert {f"jax_webgpu/shaders/{name}" for name in SHADERS + OWN_SHADERS} <= shipped
     assert "jax_webgpu/py.typed" in shipped
     assert {f"jax_webgpu/{path.relative_to(PACKAGE)}" for path in PACKAGE.rglob("*.py")} == {
         name for name in shipped if name.endswith(".py")
@@ -162,9 +167,11 @@ def test_import_takes_no_gpu():
 def test_checkout_s_specs_and_shaders_are_found():
     assert resources.specs() == ROOT / "specs"
     assert resources.shaders() == ROOT / "shaders"
-    assert sorted(path.name for path in resources.specs().iterdir()) == sorted(SPECS + OVERLAYS)
+    assert sorted(path.name for path in resources.specs().iterdir()) == sorted(
+        SPECS + OWN + OVERLAYS
+    )
     assert sorted(path.name for path in resources.shaders().iterdir()) == sorted(
-        SHADERS + OVERLAY_SHADERS
+        SHADERS + OWN_SHADERS
     )
 
 

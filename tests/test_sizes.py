@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from calls import counted
 
 import jax_webgpu
 from jax_webgpu import device
@@ -25,8 +26,10 @@ def bind_at_most(monkeypatch):
         limits = {**dict(gpu.capabilities.limits), limit: most}
         lowered = replace(gpu.capabilities, limits=tuple(sorted(limits.items())))
         monkeypatch.setattr(gpu, "capabilities", lowered)
+        jax.clear_caches()  # what was lowered keeps its plan
 
-    return lower
+    yield lower
+    jax.clear_caches()
 
 
 @pytest.mark.parametrize("limit", ["maxStorageBufferBindingSize", "maxBufferSize"])
@@ -48,6 +51,17 @@ def test_rotary_embedding_in_pieces(shape, heads, named, most, limit, bind_at_mo
     oracle.assert_rotary_embedding(
         y, x, cos, sin, ids, interleaved=False, rotary_embedding_dim=0, num_heads=heads
     )
+
+
+@pytest.mark.parametrize("most", [4096, 256, 64])
+def test_many_parts_in_pieces(most, bind_at_most, run):
+    """By rows, and where not even one row fits, part by part."""
+    bind_at_most(most)
+    x = np.random.default_rng(most).integers(0, 2**32, (20, 77), np.uint32)
+    sizes = (1, 2, 3, 4, 5, 6, 7, 8, 9, 32)
+    parts, dispatches = counted(run, partial(jax_webgpu.split, split=sizes, axis=1), x)
+    oracle.assert_split(parts, x, sizes, 1)
+    assert dispatches == {4096: 2, 256: 20 * 10, 64: 20 * 11}[most]
 
 
 @pytest.mark.parametrize("most", [16, 100, 1000])

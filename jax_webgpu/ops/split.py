@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jax_webgpu import primitive
+from jax_webgpu import config, primitive
 from jax_webgpu.dtypes import TABLE
 from jax_webgpu.errors import CallError, DTypeError
 from jax_webgpu.ops.common import array, fit_workgroup_size, integer, tunables
@@ -125,9 +125,9 @@ def even_sizes(size: int, parts: int) -> tuple[int, ...]:
 
 
 def _parts(x: jax.Array, axis: int, sizes: tuple[int, ...]) -> list[jax.Array]:
-    """The parts; more than the manifest has outputs come from as many groups, each split again."""
-    most = len(Rules.operator.spec.outputs)
-    if len(sizes) <= most:
+    """The parts; of more than a kernel takes, groups, each of which is split again."""
+    most = MOST_PACKED if config.settings().overlays else len(Rules.operator.spec.outputs)
+    if len(sizes) <= most or (len({*sizes}) == 1 and most == MOST_PACKED):
         return _split.bind([x], (("axis", axis),), (("sizes", sizes),))
     length = -(-len(sizes) // most)
     groups = [sizes[start : start + length] for start in range(0, len(sizes), length)]
@@ -137,6 +137,12 @@ def _parts(x: jax.Array, axis: int, sizes: tuple[int, ...]) -> list[jax.Array]:
         for piece, group in zip(pieces, groups, strict=True)
         for part in ([piece] if len(group) == 1 else _parts(piece, axis, group))
     ]
+
+
+# Up to so many parts of unequal widths are found by as many comparisons in the kernel.
+MOST_PACKED = 64
+
+PACKED = Operator("split_packed", "jax_webgpu.SplitPacked.json")
 
 
 # ---- primitive ----------------------------------------------------------------------------------
@@ -169,12 +175,23 @@ class Rules:
                     yield _matrix_call(resolved, source, [part])
                 at += output.shape[1]
 
+    @staticmethod
+    def parts(resolved: Resolved) -> Sequence[Tensor]:
+        """Of a packed call as of others: matrices."""
+        if resolved.spec is not PACKED.spec:
+            return [part for _, part in resolved.outputs]
+        ((_, x),) = resolved.inputs
+        return [
+            Tensor((x.shape[0], width), x.dtype) for width in dict(resolved.attributes)["widths"]
+        ]
+
     operator = Operator(
         "split",
         "ai.onnx.Split.json",
         fit=fit_workgroup_size,
         pieces=pieces,
         moves_bits=True,
+        parts=parts,
     )
 
     @staticmethod
@@ -270,6 +287,15 @@ def _matrix(
     spec: Manifest, rows: int, columns: Sequence[int], dtype: str, tunables: Mapping[str, Any]
 ) -> Resolved:
     """The engine's call that cuts a matrix into parts of so many columns."""
+    if len(columns) > len(spec.outputs) or spec is PACKED.spec:
+        widths = tuple(columns)
+        lanes = next(lanes for lanes in (4, 2, 1) if all(width % lanes == 0 for width in widths))
+        return resolve(
+            PACKED.spec,
+            {"input": Tensor((rows, sum(columns)), dtype)},
+            attributes={"widths": widths, "lanes": lanes},
+            tunables={name: tunables[name] for name in tunables if name in PACKED.spec.tunables},
+        )
     return resolve(
         spec,
         {"input": Tensor((rows, sum(columns)), dtype)},
