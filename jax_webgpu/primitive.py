@@ -308,16 +308,12 @@ def _lower(lowering: Callable[..., Any], context: Any, *operands: Any, call: Cal
 
 
 def _cross(registered: Registered, on_cpu: bool, *arrays: Any, call: Call) -> Sequence[Any]:
-    """Traced by the lowering: the call to the host, by the crossing that the settings choose.
-
-    `pure_callback` calls `device_put` on its arguments, and waiting for that inside the callback
-    needs a thread of the pool that waiting callbacks fill: on the CPU platform it can deadlock.
-    `buffer_callback` hands over XLA's own buffers and cannot, but it works there only.
-    """
+    """Traced by the lowering: the call to the host, or the operator in plain JAX."""
+    own, place = _own(call, arrays), arrays[len(_own(call, arrays)) :]
     if call.settings.implementation == "reference":
-        return registered.rules.reference(call, *_own(call, arrays))
-    place = arrays[len(_own(call, arrays)) :]
-    call, operands = registered.rules.narrow(call, *_own(call, arrays))
+        return registered.rules.reference(call, *own)
+    wanted = registered.rules.results(call, _tensors([jax.typeof(operand) for operand in own]))
+    call, operands = registered.rules.narrow(call, *own)
     tensors = _tensors([jax.typeof(operand) for operand in operands])
     results = [
         jax.ShapeDtypeStruct(result.shape, np.dtype(result.dtype))
@@ -326,6 +322,19 @@ def _cross(registered: Registered, on_cpu: bool, *arrays: Any, call: Call) -> Se
     resolved = registered.resolve(call, tensors)
     dispatch = Dispatcher(registered.operator, resolved, call.static)
     host = functools.partial(_host, dispatch, call.placed)
+    crossed = cross(call, on_cpu, host, results, *operands, *place)
+    return [each.astype(result.dtype) for each, result in zip(crossed, wanted, strict=True)]
+
+
+def cross(
+    call: Call, on_cpu: bool, host: "Host", results: Sequence[jax.ShapeDtypeStruct], *operands: Any
+) -> Sequence[Any]:
+    """The call to the host, by the crossing that the settings choose.
+
+    `pure_callback` calls `device_put` on its arguments, and waiting for that inside the callback
+    needs a thread of the pool that waiting callbacks fill: on the CPU platform it can deadlock.
+    `buffer_callback` hands over XLA's own buffers and cannot, but it works there only.
+    """
     wanted = call.settings.callback
     if wanted == "buffer" and not (on_cpu and buffer_callback is not None):
         raise CallError(
@@ -335,7 +344,7 @@ def _cross(registered: Registered, on_cpu: bool, *arrays: Any, call: Call) -> Se
     if on_cpu and wanted != "pure" and buffer_callback is not None:
         in_place = functools.partial(_buffer_host, host)
         _install_fence()
-        crossed: Sequence[Any] = buffer_callback(in_place, results)(*operands, *place)
+        crossed: Sequence[Any] = buffer_callback(in_place, results)(*operands)
         return crossed
     _require_cpu_backend()
     if call.loose_axes:
@@ -346,7 +355,7 @@ def _cross(registered: Registered, on_cpu: bool, *arrays: Any, call: Call) -> Se
         )
     _install_fence()
     in_copies = functools.partial(_pure_host, host, results)
-    crossed = jax.pure_callback(in_copies, results, *operands, *place)
+    crossed = jax.pure_callback(in_copies, results, *operands)
     return crossed
 
 

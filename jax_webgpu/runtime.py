@@ -116,11 +116,10 @@ class Dispatcher:
         arrays = arrays[: len(resolved.inputs)]
         if outputs is None:
             outputs = [np.empty(tensor.shape, tensor.dtype) for _, tensor in resolved.outputs]
-        targets: Arrays = outputs
-        if operator.moves_bits:
-            arrays = [_viewed(a, t) for a, (_, t) in zip(arrays, resolved.inputs, strict=True)]
-            parts = operator.parts(resolved) if operator.parts else [t for _, t in resolved.outputs]
-            targets = [_viewed(out, part) for out, part in zip(outputs, parts, strict=True)]
+        parts = operator.parts(resolved) if operator.parts else [t for _, t in resolved.outputs]
+        bits = operator.moves_bits
+        arrays = [_viewed(a, t, bits) for a, (_, t) in zip(arrays, resolved.inputs, strict=True)]
+        targets = [_viewed(out, part, bits) for out, part in zip(outputs, parts, strict=True)]
         self._run(gpu, arrays, targets)
         return tuple(outputs)
 
@@ -152,7 +151,7 @@ class Dispatcher:
 
     def _program(self, gpu: device.Device, outputs: Arrays) -> tuple[plan.Plan, program.Program]:
         found = self._programs.get(gpu)
-        if found is None:
+        if found is None or found[0].capabilities != gpu.capabilities:
             ready = self.operator.plan(self.resolved, gpu.capabilities)
             if ready.unwritten:
                 raise CallError(f"{ready.label}: no pass writes {', '.join(ready.unwritten)}")
@@ -175,8 +174,13 @@ def run(
     return Dispatcher(operator, resolved, static)(arrays, outputs)
 
 
-def _viewed(array: np.ndarray, tensor: Tensor) -> np.ndarray:
-    """The bytes of a C-contiguous array as the dtype and shape that the call has for them."""
+def _viewed(array: np.ndarray, tensor: Tensor, always: bool) -> np.ndarray:
+    """The bytes of a C-contiguous array as the dtype and shape that the call has for them.
+
+    Where the call is not one that only moves bits, those of a dtype that NumPy itself lacks.
+    """
+    if not always and array.dtype.kind != "V":
+        return array
     flat = np.ascontiguousarray(array).reshape(-1)
     return flat.view(tensor.dtype).reshape(tensor.shape)
 

@@ -83,7 +83,10 @@ def test_narrow_floats(dtype, case, run):
 @pytest.mark.parametrize("cache_dtype", [*FLOATS, "float64"])
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_mixed_dtypes(dtype, cache_dtype, case, run):
-    """The result has x's dtype; computed is in float16 where all are, else in float32."""
+    """The result has x's dtype; computed is in float16 where all are, else in float32.
+
+    Bfloat16 is not widened for it: two elements are a word.
+    """
     with jax.enable_x64(cache_dtype == "float64"):
         x, cos, sin, *position_ids = normal_inputs(case, dtype, cache_dtype)
         f = public_function(case)
@@ -94,9 +97,43 @@ def test_mixed_dtypes(dtype, cache_dtype, case, run):
         cos, sin = cos.astype(np.float32), sin.astype(np.float32)
     assert_rounded_once(y, x, cos, sin, *position_ids, **case.keywords)
     computed = "float16" if dtype == cache_dtype == "float16" else "float32"
-    assert {tensor.dtype for name, tensor in plan.resolved.inputs if name != "positionIds"} == {
-        computed
-    }
+    crossing = "uint32" if dtype == "bfloat16" else computed
+    tensors = dict(plan.resolved.inputs)
+    assert [tensors[name].dtype for name in ("x", "cos", "sin")] == [crossing, computed, computed]
+
+
+BFLOAT16 = (
+    # Wide vectors, narrower ones, single words; a tail, an odd number of pairs, and one of these
+    # with halves, which do not lie in words.
+    *((4, *sizes, inter) for inter in (False, True) for sizes in ((64, 0), (24, 8), (20, 12))),
+    *((3, *sizes, inter) for inter in (False, True) for sizes in ((6, 4), (14, 6), (6, 0))),
+)
+
+
+@pytest.mark.parametrize("rows", [None, 7, 200])
+@pytest.mark.parametrize(("rank", "size", "dim", "interleaved"), BFLOAT16)
+def test_bfloat16_crosses_two_elements_a_word(rank, size, dim, interleaved, rows, run):
+    case = RotaryCase(None, rank, 2, 3, 5, size, dim, interleaved, "float32", rows)
+    x, cos, sin, *position_ids = normal_inputs(case, "bfloat16", "bfloat16")
+    f = public_function(case)
+    counters = device.get().counters
+    before = counters["bytes in"]
+    y = run(f, x, cos, sin, *position_ids)
+    assert_rounded_once(y, x, cos, sin, *position_ids, **case.keywords)
+    rows_sent = cos.size if not position_ids else min(rows, 10) * cos.shape[1]
+    ids = 40 * (rows == 7)
+    widened = 1 if interleaved or cos.shape[-1] % 2 == 0 else 2
+    assert counters["bytes in"] - before == x.nbytes * widened + 8 * rows_sent + ids
+
+
+def test_bfloat16_of_the_manifest_alone(run):
+    case = RotaryCase(None, 4, 2, 3, 5, 64, 0, False, "float32", None)
+    inputs = normal_inputs(case, "bfloat16", "bfloat16")
+    with jax_webgpu.configure(overlays=False):
+        y = run(public_function(case), *inputs)
+        (plan,) = jax_webgpu.explain(public_function(case), *inputs)
+    assert_rounded_once(y, *inputs, **case.keywords)
+    assert plan.variant == "rank4_cache3_quad"
 
 
 @pytest.mark.parametrize(
@@ -138,7 +175,7 @@ def test_tail_of_narrow_floats(dtype, cache_dtype, run):
     caches = [np.ones((1, 4096, 2), jnp.dtype(cache_dtype))] * 2
     f = partial(jax_webgpu.rotary_embedding, rotary_embedding_dim=4)
     actual, tail = np.asarray(run(f, x, *caches))[..., 4:], x[..., 4:]
-    if dtype != cache_dtype or dtype == "bfloat16":
+    if dtype != cache_dtype:
         is_nan = np.isnan(wide(tail))
         assert is_nan.any() and np.isnan(wide(actual)[is_nan]).all()
         actual, tail = actual[~is_nan], tail[~is_nan]

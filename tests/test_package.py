@@ -21,10 +21,11 @@ from jax_webgpu import resources
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "jax_webgpu"
 SPECS = ["ai.onnx.RotaryEmbedding.json", "ai.onnx.Split.json"]
-OWN = ["jax_webgpu.SplitPacked.json"]
+OWN = ["jax_webgpu.RotaryEmbeddingPacked.json", "jax_webgpu.SplitPacked.json"]
 OVERLAYS = [name.replace(".json", ".overlay.json") for name in SPECS]
 OWN_SHADERS = [
     "rotary-embedding-items.wgsl.jinja",
+    "rotary-embedding-packed.wgsl.jinja",
     "split-items.wgsl.jinja",
     "split-packed.wgsl.jinja",
 ]

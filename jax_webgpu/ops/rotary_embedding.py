@@ -47,7 +47,7 @@ def rotary_embedding(
 
     where `a, b = i, i + r/2`, or `2*i, 2*i + 1` if interleaved. The rotation is computed in float32
     and rounded once. Elements from `r` on are copied bit for bit; but where x is converted on the
-    way (bfloat16, or float16 with caches of another dtype) a NaN may come out as another NaN.
+    way (float16 with caches of another dtype) a NaN may come out as another NaN.
 
     Args:
       x: float32, float16 or bfloat16, (batch, num_heads, sequence, head_size); or (batch, sequence,
@@ -80,7 +80,7 @@ def rotary_embedding(
     """
     x, cos, sin = array(x, "x"), array(cos_cache, "cos_cache"), array(sin_cache, "sin_cache")
     attributes = _attributes(x, interleaved, rotary_embedding_dim, num_heads)
-    dtype = _computed_in(x, cos, sin)
+    own, dtype = _crossing_in(x, cos, sin)
     _check_shapes(x, cos, sin, position_ids, attributes)
     positions = [] if position_ids is None else [_positions(x, cos, position_ids)]
     if position_ids is None and cos.shape[0] == 1 != x.shape[0]:
@@ -88,7 +88,7 @@ def rotary_embedding(
         cos, sin = cos[0], sin[0]
         batch, rows = x.shape[0], cos.shape[0]
         positions = [jnp.broadcast_to(jnp.arange(rows, dtype=np.int32), (batch, rows))]
-    operands = [*(each.astype(dtype) for each in (x, cos, sin)), *positions]
+    operands = [x.astype(own), cos.astype(dtype), sin.astype(dtype), *positions]
     (y,) = _rotary.bind(operands, tuple(attributes.items()))
     return y.astype(x.dtype)
 
@@ -181,14 +181,17 @@ def _head_size(shape: tuple[int, ...], attributes: Mapping[str, int]) -> int:
     return shape[3] if len(shape) == 4 else shape[2] // attributes["num_heads"]
 
 
-def _computed_in(x: jax.Array, cos: jax.Array, sin: jax.Array) -> str:
-    """The manifest's dtype for the call: float16 where all are, else float32."""
+def _crossing_in(x: jax.Array, cos: jax.Array, sin: jax.Array) -> tuple[str, str]:
+    """The dtypes of x and of the caches for the call: of few kinds, as the kernels take them."""
     if str(x.dtype) not in DTYPES:
         raise DTypeError(f"x has dtype {x.dtype}; expected float32, float16 or bfloat16")
     for name, cache in (("cos_cache", cos), ("sin_cache", sin)):
         if str(cache.dtype) not in CACHE_DTYPES:
             raise DTypeError(f"{name} has dtype {cache.dtype}; expected {', '.join(CACHE_DTYPES)}")
-    return "float16" if {x.dtype, cos.dtype, sin.dtype} == {jnp.dtype("float16")} else "float32"
+    if x.dtype == jnp.bfloat16:
+        return "bfloat16", "float32"
+    all_half = {x.dtype, cos.dtype, sin.dtype} == {jnp.dtype("float16")}
+    return ("float16", "float16") if all_half else ("float32", "float32")
 
 
 def _check_shapes(
@@ -268,6 +271,20 @@ def _check_positions(positions: np.ndarray, rows: int) -> None:
     )
 
 
+# Bfloat16, which WGSL does not know, as words of two elements.
+PACKED = Operator("rotary_embedding_packed", "jax_webgpu.RotaryEmbeddingPacked.json")
+
+
+def _is_packed(call: Call, x: Any, cos: Any) -> bool:
+    """Whether no pair, or both halves of two pairs, share words."""
+    attributes = dict(call.attributes)
+    return (
+        str(x.dtype) == "bfloat16"
+        and call.settings.overlays
+        and bool(attributes["interleaved"] or cos.shape[-1] % 2 == 0)
+    )
+
+
 # ---- primitive ----------------------------------------------------------------------------------
 
 
@@ -312,11 +329,12 @@ class Rules:
             rows = {0: (part,), tokens: (slice(None), part)}.get(axis, ())
             shorter = [x[cut], cos[rows], sin[rows]]
             if shorter[0].size:
+                tensors = dict(resolved.inputs)
                 inputs = zip(("x", "cos", "sin"), shorter, strict=True)
                 yield (
                     resolve(
                         resolved.spec,
-                        {n: Tensor(a.shape, resolved.inputs[0][1].dtype) for n, a in inputs},
+                        {name: Tensor(a.shape, tensors[name].dtype) for name, a in inputs},
                         attributes=dict(resolved.attributes),
                         tunables=dict(resolved.tunables),
                     ),
@@ -334,6 +352,15 @@ class Rules:
         if "positionIds" in inputs:
             # The manifest knows int64 alone; any integer array is checked on its way to u32.
             inputs["positionIds"] = Tensor(inputs["positionIds"].shape, "int64")
+        x = inputs["x"]
+        if _is_packed(call, x, inputs["cos"]):
+            inputs["x"] = Tensor((*x.shape[:-1], x.shape[-1] // 2), "uint32")
+            attributes = dict(call.attributes)
+            del attributes["rotary_embedding_dim"]  # the caches tell
+            own = {k: v for k, v in tunables(call.settings).items() if k in PACKED.spec.tunables}
+            return resolve(PACKED.spec, inputs, attributes=attributes, tunables=own)
+        if x.dtype == "bfloat16":
+            inputs["x"] = Tensor(x.shape, "float32")
         return resolve(
             Rules.operator.overlaid if call.settings.overlays else Rules.operator.spec,
             inputs,
@@ -347,10 +374,15 @@ class Rules:
 
     @staticmethod
     def narrow(call: Call, *operands: Any) -> tuple[Call, Sequence[Any]]:
-        """Of a table with more rows than tokens, each token's row: a decoding step reads few."""
+        """Of a table with more rows than tokens, each token's row: a decoding step reads few.
+
+        And bfloat16 that does not lie in words of two as float32.
+        """
         x, cos, sin, *ids = operands
+        if x.dtype == jnp.bfloat16 and not _is_packed(call, x, cos):
+            x = x.astype(jnp.float32)
         if not ids or cos.ndim == 3 or ids[0].size >= cos.shape[0]:
-            return call, operands
+            return call, [x, cos, sin, *ids]
         rows = dict(call.static).get("rows", cos.shape[0])
         # Positions beyond the table are refused by the host: what is gathered for them is nothing.
         options = {"mode": "clip", "wrap_negative_indices": False}
@@ -470,7 +502,7 @@ class Rules:
         (a, b), _ = _pairs(call, x.astype(jnp.float32), shape[-1])
         (u, v), _ = _pairs(call, ct.astype(jnp.float32), shape[-1])
         results = [
-            _to_rows(call, product, shape, ids).astype(x.dtype)
+            _to_rows(call, product, shape, ids).astype(cache.dtype)
             if isinstance(cache, jax.ShapeDtypeStruct)
             else None
             for cache, product in ((cos, u * a + v * b), (sin, v * a - u * b))
