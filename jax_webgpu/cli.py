@@ -1,4 +1,4 @@
-"""The command line: `python -m jax_webgpu info | explain | check`."""
+"""The command line: `python -m jax_webgpu info | explain | tune | check`."""
 
 import argparse
 import sys
@@ -9,9 +9,11 @@ import jax
 import jax.numpy as jnp
 
 import jax_webgpu
-from jax_webgpu import device, selftest, variants
+from jax_webgpu import device, selftest, tuning, variants
 from jax_webgpu.capabilities import PRESETS
 from jax_webgpu.errors import JaxWebGPUError
+from jax_webgpu.ops.rotary_embedding import Rules as Rotary
+from jax_webgpu.ops.split import Rules as Split
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -93,6 +95,15 @@ def _parser() -> argparse.ArgumentParser:
         each.add_argument(
             "--workgroup-size", type=int, metavar="N", help="in place of the manifest's"
         )
+
+    tune = commands.add_parser(
+        "tune",
+        help="find the fastest tunables on this adapter, and remember them",
+        description="Measures workgroup sizes, and on a GPU how much one invocation does, for each "
+        "operator and dtype. Later processes use what was fastest; delete the file to undo it.",
+    )
+    tune.add_argument("--mib", type=float, metavar="N", help="size of the array, 64; on a CPU 4")
+    tune.set_defaults(run=_tune)
 
     check = commands.add_parser("check", help="a self-test of all variants on this adapter")
     check.set_defaults(run=_check)
@@ -177,6 +188,25 @@ def _split(options: argparse.Namespace) -> tuple[Callable[..., Any], list[Any]]:
         )
 
     return call, [_array(options.x, options.dtype)]
+
+
+def _tune(options: argparse.Namespace) -> int:
+    adapter = jax_webgpu.device_info()
+    print(f"adapter: {adapter}")
+    size = options.mib or (4 if adapter.kind == "CPU" else 64)
+    operators = {rules.operator.spec.name: rules.operator for rules in (Rotary, Split)}
+    best: dict[str, dict[str, Any]] = {}
+    for trial in tuning.trials(operators, size):
+        what = ", ".join(f"{name} {value}" for name, value in trial.tunables.items()) or "default"
+        mark = "  best so far" if trial.best else ""
+        print(
+            f"{trial.operator} {trial.dtype}  {what}: {trial.seconds * 1e3:.3f} ms{mark}",
+            flush=True,
+        )
+        if trial.best:
+            best.setdefault(trial.operator, {})[trial.dtype] = dict(trial.tunables)
+    print(f"written to {tuning.save(adapter.capabilities.name, best)}")
+    return 0
 
 
 def _check(options: argparse.Namespace) -> int:

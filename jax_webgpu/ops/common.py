@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_webgpu import config, device
+from jax_webgpu import config, device, tuning
 from jax_webgpu.capabilities import Capabilities
 from jax_webgpu.errors import CallError, DTypeError, LimitError
 from jax_webgpu.resolve import Resolved
@@ -57,19 +57,24 @@ def tunables(settings: config.Settings) -> dict[str, Any]:
     return known
 
 
-def fit_workgroup_size(resolved: Resolved, capabilities: Capabilities) -> Resolved:
-    """WORKGROUP_SIZE as the device can run it: smaller than the default where it must be.
+def fit_tunables(resolved: Resolved, capabilities: Capabilities) -> Resolved:
+    """Tunables as the device is fastest with, and WORKGROUP_SIZE no larger than it can run.
 
     Raises:
       LimitError: the caller set one that the device cannot run.
     """
     wanted = dict(resolved.tunables).get("WORKGROUP_SIZE")
+    tuned = tuning.found(resolved, capabilities.name)
+    if tuned:
+        own = {name: value for name, value in tuned.items() if name in resolved.spec.tunables}
+        resolved = resolved.with_tunables(**{**own, **dict(resolved.tunables)})
     default = resolved.spec.tunables["WORKGROUP_SIZE"]
     limits = ("maxComputeInvocationsPerWorkgroup", "maxComputeWorkgroupSizeX")
     name = min(limits, key=capabilities.limit)
     most = capabilities.limit(name)
     if wanted is None:
-        return resolved if default <= most else resolved.with_tunables(WORKGROUP_SIZE=most)
+        size = dict(resolved.tunables).get("WORKGROUP_SIZE", default)
+        return resolved if size <= most else resolved.with_tunables(WORKGROUP_SIZE=most)
     if wanted > most:
         raise LimitError(
             f"{resolved.spec.name}: WORKGROUP_SIZE is {wanted}; {name} of {capabilities.name} is "

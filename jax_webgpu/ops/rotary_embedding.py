@@ -17,7 +17,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jax_webgpu import primitive
 from jax_webgpu.capabilities import Capabilities
 from jax_webgpu.errors import CallError, DTypeError
-from jax_webgpu.ops.common import array, fit_workgroup_size, integer, is_concrete, tunables
+from jax_webgpu.ops.common import array, fit_tunables, integer, is_concrete, tunables
 from jax_webgpu.primitive import Call, Spec
 from jax_webgpu.resolve import Pairs, Resolved, Tensor, resolve
 from jax_webgpu.runtime import Arrays, Operator
@@ -305,7 +305,7 @@ class Rules:
     @staticmethod
     def fit(resolved: Resolved, capabilities: Capabilities) -> Resolved:
         """Without shader-f16 in float32: what is computed is the same, and rounded once."""
-        resolved = fit_workgroup_size(resolved, capabilities)
+        resolved = fit_tunables(resolved, capabilities)
         if capabilities.f16_ok("float16"):
             return resolved
         return resolved.with_dtype("float16", "float32")

@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 from jax_webgpu import config, primitive
 from jax_webgpu.dtypes import TABLE
 from jax_webgpu.errors import CallError, DTypeError
-from jax_webgpu.ops.common import array, fit_workgroup_size, integer, tunables
+from jax_webgpu.ops.common import array, fit_tunables, integer, tunables
 from jax_webgpu.primitive import Call, Spec
 from jax_webgpu.resolve import Resolved, Tensor, resolve
 from jax_webgpu.runtime import Arrays, Operator
@@ -142,7 +142,7 @@ def _parts(x: jax.Array, axis: int, sizes: tuple[int, ...]) -> list[jax.Array]:
 # Up to so many parts of unequal widths are found by as many comparisons in the kernel.
 MOST_PACKED = 64
 
-PACKED = Operator("split_packed", "jax_webgpu.SplitPacked.json")
+PACKED = Operator("split_packed", "jax_webgpu.SplitPacked.json", fit=fit_tunables)
 
 
 # ---- primitive ----------------------------------------------------------------------------------
@@ -188,7 +188,7 @@ class Rules:
     operator = Operator(
         "split",
         "ai.onnx.Split.json",
-        fit=fit_workgroup_size,
+        fit=fit_tunables,
         pieces=pieces,
         moves_bits=True,
         parts=parts,
