@@ -17,9 +17,11 @@ from jax_webgpu.errors import (
     ShaderError,
     SpecError,
 )
+from jax_webgpu.explain import explain
+from jax_webgpu.fuse import fuse
 from jax_webgpu.ops.rotary_embedding import rotary_cache, rotary_embedding
 from jax_webgpu.ops.split import split
-from jax_webgpu.primitive import explain, per_shard
+from jax_webgpu.primitive import per_shard
 
 __version__ = "0.1.0"
 
@@ -39,6 +41,7 @@ __all__ = [
     "configure",
     "device_info",
     "explain",
+    "fuse",
     "per_shard",
     "rotary_cache",
     "rotary_embedding",

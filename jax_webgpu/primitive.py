@@ -6,7 +6,7 @@ This module and `fuse` are the only ones that import JAX's unstable parts.
 import atexit
 import functools
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -18,9 +18,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_webgpu import config, device, variants
-from jax_webgpu.capabilities import IDEAL, PRESETS, Capabilities
+from jax_webgpu.capabilities import IDEAL
 from jax_webgpu.errors import CallError
-from jax_webgpu.plan import Plan
 from jax_webgpu.resolve import Pairs, Resolved, Tensor
 from jax_webgpu.runtime import Dispatcher, Operator
 
@@ -191,17 +190,19 @@ def register(rules: type[Rules]) -> Registered:
     registered = _registered[primitive] = Registered(rules, primitive)
     primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
     primitive.def_abstract_eval(functools.partial(_abstract_eval, registered))
-    for platform in (None, "cpu"):
-        crossing = functools.partial(_cross, registered, platform == "cpu")
-        lowering = mlir.lower_fun(crossing, multiple_results=True)
-        mlir.register_lowering(primitive, functools.partial(_lower, lowering), platform=platform)
+    lower(primitive, functools.partial(_cross, registered))
     batching.primitive_batchers[primitive] = functools.partial(_batch, rules)
     ad.primitive_jvps[primitive] = functools.partial(_jvp, registered)
     ad.primitive_transposes[primitive] = functools.partial(_transpose, rules)
     return registered
 
 
-def _tensors(avals: Sequence[Any]) -> tuple[Tensor, ...]:
+def registered(equation: Any) -> Registered | None:
+    """The operator of an equation of a jaxpr, if it is one of ours."""
+    return _registered.get(equation.primitive)
+
+
+def tensors_of(avals: Sequence[Any]) -> tuple[Tensor, ...]:
     return tuple(Tensor(tuple(aval.shape), str(aval.dtype)) for aval in avals)
 
 
@@ -271,7 +272,7 @@ def _per_shard(
     return run
 
 
-def _own(call: Call, operands: Sequence[Any]) -> Sequence[Any]:
+def own(call: Call, operands: Sequence[Any]) -> Sequence[Any]:
     """What of a primitive's operands, or of what belongs to each, the operator knows."""
     return operands[:-1] if call.placed else operands
 
@@ -281,7 +282,7 @@ def _own(call: Call, operands: Sequence[Any]) -> Sequence[Any]:
 
 def _abstract_eval(registered: Registered, *avals: Any, call: Call) -> list[Any]:
     """Refuses here, with no GPU, what no device could run."""
-    tensors = _tensors(_own(call, avals))
+    tensors = tensors_of(own(call, avals))
     if call.settings.implementation != "reference":
         for tensor in tensors:
             if not all(isinstance(size, int) for size in tensor.shape):
@@ -297,24 +298,35 @@ def _abstract_eval(registered: Registered, *avals: Any, call: Call) -> list[Any]
     ]
 
 
-def _lower(lowering: Callable[..., Any], context: Any, *operands: Any, call: Call) -> Any:
+def lower(primitive: Primitive, crossing: Callable[..., Sequence[Any]]) -> None:
+    """Lowers a primitive to what `crossing`, told whether the platform is the CPU, traces to."""
+    for platform in (None, "cpu"):
+        traced = functools.partial(crossing, platform == "cpu")
+        lowering = mlir.lower_fun(traced, multiple_results=True)
+        mlir.register_lowering(primitive, functools.partial(_lower, lowering), platform=platform)
+
+
+def _lower(
+    lowering: Callable[..., Any], context: Any, *operands: Any, call: Call, **params: Any
+) -> Any:
     parameters = context.module_context.lowering_parameters
     if parameters.for_export and call.settings.implementation != "reference":
         raise NotImplementedError(
             "JAX cannot export a callback: trace and export under "
             "jax_webgpu.configure(implementation='reference'), which lowers to plain JAX"
         )
-    return lowering(context, *operands, call=call)
+    return lowering(context, *operands, call=call, **params)
 
 
 def _cross(registered: Registered, on_cpu: bool, *arrays: Any, call: Call) -> Sequence[Any]:
     """Traced by the lowering: the call to the host, or the operator in plain JAX."""
-    own, place = _own(call, arrays), arrays[len(_own(call, arrays)) :]
+    operands, place = own(call, arrays), arrays[len(own(call, arrays)) :]
     if call.settings.implementation == "reference":
-        return registered.rules.reference(call, *own)
-    wanted = registered.rules.results(call, _tensors([jax.typeof(operand) for operand in own]))
-    call, operands = registered.rules.narrow(call, *own)
-    tensors = _tensors([jax.typeof(operand) for operand in operands])
+        return registered.rules.reference(call, *operands)
+    tensors = tensors_of([jax.typeof(operand) for operand in operands])
+    wanted = registered.rules.results(call, tensors)
+    call, operands = registered.rules.narrow(call, *operands)
+    tensors = tensors_of([jax.typeof(operand) for operand in operands])
     results = [
         jax.ShapeDtypeStruct(result.shape, np.dtype(result.dtype))
         for result in registered.rules.results(call, tensors)
@@ -419,8 +431,8 @@ def _fence(pid: int) -> None:
 def _batch(
     rules: type[Rules], operands: Sequence[Any], axes: Sequence[Any], *, call: Call
 ) -> tuple[Sequence[Any], Sequence[int]]:
-    operands = _own(call, operands)
-    axes = [axis if isinstance(axis, int) else None for axis in _own(call, axes)]
+    operands = own(call, operands)
+    axes = [axis if isinstance(axis, int) else None for axis in own(call, axes)]
     size = next(
         operand.shape[axis]
         for operand, axis in zip(operands, axes, strict=True)
@@ -432,7 +444,7 @@ def _batch(
 def _jvp(
     registered: Registered, primals: Sequence[Any], tangents: Sequence[Any], *, call: Call
 ) -> tuple[Sequence[Any], Sequence[Any]]:
-    primals, tangents = _own(call, primals), _own(call, tangents)
+    primals, tangents = own(call, primals), own(call, tangents)
     results = registered.apply(call, *primals)
     known = [None if isinstance(tangent, ad.Zero) else tangent for tangent in tangents]
     moved = registered.rules.jvp(call, primals, known)
@@ -445,7 +457,7 @@ def _jvp(
 def _transpose(
     rules: type[Rules], cotangents: Sequence[Any], *operands: Any, call: Call
 ) -> Sequence[Any]:
-    place, operands = operands[len(_own(call, operands)) :], tuple(_own(call, operands))
+    place, operands = operands[len(own(call, operands)) :], tuple(own(call, operands))
     linear = [operand.aval if ad.is_undefined_primal(operand) else None for operand in operands]
     known = [None if isinstance(ct, ad.Zero) else ct for ct in cotangents]
     results: Sequence[Any] = [None] * len(operands)
@@ -489,82 +501,3 @@ def per_shard(f: Callable[..., Any], *in_specs: Any) -> Callable[..., Any]:
         return jax.sharding.explicit_axes(f, in_sharding=in_specs)(*args)
 
     return on_mesh
-
-
-# ---- explain ------------------------------------------------------------------------------------
-
-
-def explain(f: Callable[..., Any], *args: Any, device: str | None = None, **kwargs: Any) -> "Plans":
-    """The plans of the operators that `f(*args, **kwargs)` would run; nothing is run.
-
-    Args:
-      f: any function that JAX can trace.
-      *args: arrays, or `jax.ShapeDtypeStruct`s, in pytrees.
-      device: ``"floor"``, ``"apple-m"``, ``"swiftshader"``, ``"lavapipe"`` or ``"h200"``; by
-        default the adapter of this machine. With a name, no GPU is needed.
-      **kwargs: as `args`; numbers, booleans and strings stay what they are.
-
-    Returns:
-      A tuple of plans in the order of the program, which prints as text. Of each, `variant` is
-      the variant that was chosen.
-
-    Raises:
-      ValueError: `device` is unknown.
-      LimitError: an array is larger than the device binds at once; such a call runs in pieces.
-      DeviceError: the device cannot run one of the calls.
-    """
-    capabilities = on_device(device)
-    static = {key: value for key, value in kwargs.items() if isinstance(value, bool | int | str)}
-    traced = {key: value for key, value in kwargs.items() if key not in static}
-    jaxpr = jax.make_jaxpr(functools.partial(f, **static))(*args, **traced)
-    return Plans(
-        registered.operator.plan(registered.resolve(call, tensors), capabilities)
-        for registered, call, tensors in _calls(jaxpr.jaxpr)
-    )
-
-
-def on_device(name: str | None) -> Capabilities:
-    """The capabilities of a preset, or of this machine's device; see `explain`."""
-    if name is None:
-        return device.get().capabilities
-    if name not in PRESETS:
-        raise CallError(f"device is {name!r}; expected one of {', '.join(PRESETS)}, or None")
-    return PRESETS[name]
-
-
-class Plans(tuple[Plan, ...]):
-    """Plans that print as text."""
-
-    def __str__(self) -> str:
-        return "\n\n".join(plan.describe() for plan in self)
-
-
-def _calls(jaxpr: Any) -> Iterator[tuple[Registered, Call, tuple[Tensor, ...]]]:
-    """The binds of our primitives in a jaxpr and those inside it, in the program's order."""
-    for equation in jaxpr.eqns:
-        if equation.primitive in _registered:
-            call = equation.params["call"]
-            registered = _registered[equation.primitive]
-            yield registered, *_narrowed(registered, call, _own(call, equation.invars))
-        for parameter in equation.params.values():
-            for inner in parameter if isinstance(parameter, list | tuple) else [parameter]:
-                if hasattr(inner, "eqns"):
-                    yield from _calls(inner)
-                elif hasattr(inner, "jaxpr"):
-                    yield from _calls(inner.jaxpr)
-
-
-def _narrowed(
-    registered: Registered, call: Call, operands: Sequence[Any]
-) -> tuple[Call, tuple[Tensor, ...]]:
-    """`Rules.narrow` of operands of which only the types are known."""
-    calls = []
-
-    def narrow(*operands: Any) -> Sequence[Any]:
-        narrower, narrowed = registered.rules.narrow(call, *operands)
-        calls.append(narrower)
-        return narrowed
-
-    shapes = [jax.ShapeDtypeStruct(each.aval.shape, each.aval.dtype) for each in operands]
-    tensors = _tensors(jax.eval_shape(narrow, *shapes))
-    return calls[0], tensors

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 
+from jax_webgpu.generate import Kernel
 from jax_webgpu.plan import PassPlan, Plan
 
 # WebGPU binds nothing that is empty.
@@ -23,7 +24,7 @@ _ALIGNMENT = 256
 class Call:
     """One plan of a program. Arrays are named by numbers of the caller's choice."""
 
-    plan: Plan
+    plan: Plan | Kernel
     inputs: tuple[int, ...]
     """The array behind each of the plan's inputs; they may repeat."""
     outputs: tuple[int, ...]
@@ -143,7 +144,7 @@ def _bytes_bound(calls: Iterable[Call]) -> dict[int, int]:
     return sizes
 
 
-def _bound(plan: Plan, name: str) -> int:
+def _bound(plan: Plan | Kernel, name: str) -> int:
     """The most bytes that a pass binds of one of a plan's arrays."""
     bound = (b.size for each in plan.passes for b in each.bindings if b.source == name)
     return max(_LEAST, *bound, 0)

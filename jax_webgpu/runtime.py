@@ -40,6 +40,7 @@ class Operator:
         and shape of as many bytes.
       parts: the outputs of a call for the host, where its only output may hold several, one behind
         the other.
+      views: the outputs as views of the one input, where that is all that the operator does.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Operator:
     pieces: Callable[[Resolved, Arrays, Arrays, int], Iterator[Piece]] | None = None
     moves_bits: bool = False
     parts: Callable[[Resolved], Sequence[Tensor]] | None = None
+    views: Callable[[Resolved, np.ndarray], Arrays] | None = None
 
     @property
     def spec(self) -> Spec:

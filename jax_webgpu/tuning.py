@@ -50,6 +50,8 @@ def load() -> Mapping[str, Any]:
         text = path().read_text(encoding="utf-8")
     except OSError:
         return {}
+    if not text.strip():
+        return {}
     try:
         found = json.loads(text)
         for operators in found.values():

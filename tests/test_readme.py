@@ -1,4 +1,4 @@
-"""The README's code is run, and says what it prints."""
+"""The code of the README and of `docs/` is run, and says what it prints."""
 
 import re
 from pathlib import Path
@@ -6,14 +6,22 @@ from pathlib import Path
 README = (Path(__file__).parents[1] / "README.md").read_text()
 
 
-def test_first_example(run_snippet):
-    (example,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+def test_examples(run_snippet):
+    examples = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     printed = re.search(r"It prints the adapter it found, then `(.*?)`", README)
-    result = run_snippet(example)
+    result = run_snippet("\n".join(examples))
     assert result.returncode == 0, result.stderr
     adapter, last = result.stdout.splitlines()
     assert adapter
     assert last == printed[1]
+
+
+def test_fuse_example(run_snippet):
+    text = (Path(__file__).parents[1] / "docs" / "fuse.md").read_text()
+    (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    result = run_snippet(example)
+    assert result.returncode == 0, result.stderr
+    assert "split, rotary_embedding, rotary_embedding" in result.stdout
 
 
 def test_every_public_name_is_there():

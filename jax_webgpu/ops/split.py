@@ -185,6 +185,11 @@ class Rules:
             Tensor((x.shape[0], width), x.dtype) for width in dict(resolved.attributes)["widths"]
         ]
 
+    @staticmethod
+    def views(resolved: Resolved, x: np.ndarray) -> Arrays:
+        """The parts as columns of the matrix."""
+        return np.split(x, np.cumsum([part.shape[1] for _, part in resolved.outputs])[:-1], 1)
+
     operator = Operator(
         "split",
         "ai.onnx.Split.json",
@@ -192,6 +197,7 @@ class Rules:
         pieces=pieces,
         moves_bits=True,
         parts=parts,
+        views=views,
     )
 
     @staticmethod
