@@ -11,6 +11,7 @@ import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import count as numbers
 from itertools import cycle, islice
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
@@ -30,10 +31,6 @@ if TYPE_CHECKING:
 _FEATURES = ("shader-f16", "subgroup", "timestamp-query")
 # A feature of wgpu's own: buffers that kernels bind may be mapped too.
 _MAPPABLE = "mappable-primary-buffers"
-
-# wgpu's own word for "READ" without one more submission, which it makes since a mapping could
-# otherwise come before what is written to the buffer. Ours comes after the submission of that.
-_READ = "READ_NOSYNC"
 
 # How many programs are kept, with their pipelines, uniforms and bind groups. A pipeline takes
 # 0.4 MB of lavapipe's memory, and WGSL may hold a call's sizes: then each shape has its own.
@@ -284,24 +281,138 @@ class _Recent(OrderedDict[Any, Any]):
         return value
 
 
+class _Mapper:
+    """Mappings by way of wgpu's promises."""
+
+    def __init__(self, device: "wgpu.GPUDevice"):
+        self.device = device
+
+    def ask(self, buffer: "wgpu.GPUBuffer", mode: str, size: int | None) -> Any:
+        """Asks for a mapping of the first `size` bytes; `wait` takes the result."""
+        # wgpu's own word for "READ" without one more submission, which it makes since a mapping
+        # could otherwise come before what is written. Ours comes after the submission of that.
+        mode = "READ_NOSYNC" if mode == "READ" else mode
+        return buffer.map_async(mode, 0, size)
+
+    def wait(self, asked: Any) -> None:
+        asked.sync_wait()
+
+    def write(self, buffer: "wgpu.GPUBuffer", data: np.ndarray, offset: int) -> None:
+        for start, part in _cut(data, _BLOCK_BYTES if data.ndim == 2 else _PIECE_BYTES):
+            buffer.write_mapped(np.ascontiguousarray(part), offset + start)
+
+    def read(self, buffer: "wgpu.GPUBuffer", size: int) -> np.ndarray:
+        """The first bytes, not copied: they are gone with the mapping."""
+        return np.frombuffer(buffer.read_mapped(0, size, copy=False), np.uint8)
+
+    def unmap(self, buffer: "wgpu.GPUBuffer") -> None:
+        buffer.unmap()
+
+
+class _NativeMapper(_Mapper):
+    """Mappings by wgpu-native's own functions, on the thread that waits.
+
+    wgpu's promises hand over to a thread of its own and back, which for a call of few bytes takes
+    longer than all the rest.
+    """
+
+    def __init__(self, device: "wgpu.GPUDevice"):
+        from wgpu.backends.wgpu_native import ffi, lib
+
+        super().__init__(device)
+        self._ffi, self._lib = ffi, lib
+        self._modes = {"READ": lib.WGPUMapMode_Read, "WRITE": lib.WGPUMapMode_Write}
+        self._numbers = numbers(1)
+        self._answers: dict[int, str] = {}
+
+        def answer(status: Any, message: Any, number: Any, _: Any) -> None:
+            text = ""
+            if status != lib.WGPUMapAsyncStatus_Success:
+                text = f"no mapping ({status})"
+                if message.data != ffi.NULL and 0 < message.length < 4096:
+                    text += f": {ffi.string(message.data, message.length).decode(errors='replace')}"
+            self._answers[int(ffi.cast("uintptr_t", number))] = text
+
+        signature = "void(WGPUMapAsyncStatus, WGPUStringView, void *, void *)"
+        self._answer = ffi.callback(signature, answer)  # kept, since wgpu-native does not
+        mode = lib.WGPUCallbackMode_AllowProcessEvents
+        self._info = ffi.new(
+            "WGPUBufferMapCallbackInfo *", {"mode": mode, "callback": self._answer}
+        )
+
+    def ask(self, buffer: "wgpu.GPUBuffer", mode: str, size: int | None) -> Any:
+        number = next(self._numbers)
+        self._info.userdata1 = self._ffi.cast("void *", number)
+        self._lib.wgpuBufferMapAsync(
+            buffer._internal, self._modes[mode], 0, size or buffer.size, self._info[0]
+        )
+        return number
+
+    def wait(self, asked: Any) -> None:
+        for _ in range(1000):
+            if asked in self._answers:
+                break
+            self._lib.wgpuDevicePoll(self.device._internal, True, self._ffi.NULL)
+        problem = self._answers.pop(asked, "no answer, the device is lost")
+        if problem:
+            raise RuntimeError(problem)
+
+    def write(self, buffer: "wgpu.GPUBuffer", data: np.ndarray, offset: int) -> None:
+        view = self._view(buffer, offset, data.nbytes)
+        view.reshape(data.shape)[...] = data
+
+    def read(self, buffer: "wgpu.GPUBuffer", size: int) -> np.ndarray:
+        return self._view(buffer, 0, size)
+
+    def unmap(self, buffer: "wgpu.GPUBuffer") -> None:
+        self._lib.wgpuBufferUnmap(buffer._internal)
+
+    def _view(self, buffer: "wgpu.GPUBuffer", offset: int, size: int) -> np.ndarray:
+        start = self._lib.wgpuBufferGetMappedRange(buffer._internal, offset, size)
+        if start == self._ffi.NULL:
+            raise RuntimeError("the mapping is gone")
+        return np.frombuffer(self._ffi.buffer(start, size), np.uint8)
+
+
+def _mapper(device: "wgpu.GPUDevice") -> _Mapper:
+    """The faster one, unless this wgpu has not what it needs."""
+    try:
+        return _NativeMapper(device)
+    except (ImportError, AttributeError, KeyError, TypeError):
+        return _Mapper(device)
+
+
 class _Memory:
     """A buffer, and what is known of its mapping. Of memory to upload from, idle means mapped."""
 
-    def __init__(self, buffer: "wgpu.GPUBuffer", usage: int):
+    def __init__(self, buffer: "wgpu.GPUBuffer", usage: int, mapper: _Mapper):
         self.buffer = buffer
         self.usage = usage
         self.size: int = buffer.size
-        self._mapping: Any = None
+        self._mapper = mapper
+        self._asked: Any = None
 
     def map(self, mode: str, size: int | None = None) -> None:
-        """Asks for a mapping; `mapped` waits for it."""
-        self._mapping = self.buffer.map_async(mode, 0, size)
+        """Asks for a mapping; what uses it waits for it."""
+        self._asked = self._mapper.ask(self.buffer, mode, size)
 
-    def mapped(self) -> "wgpu.GPUBuffer":
-        if self._mapping is not None:
-            self._mapping.sync_wait()
-            self._mapping = None
-        return self.buffer
+    def write(self, data: np.ndarray, offset: int) -> None:
+        self._wait()
+        self._mapper.write(self.buffer, data, offset)
+
+    def read(self, size: int) -> np.ndarray:
+        """The first bytes, not copied: they are gone with the mapping."""
+        self._wait()
+        return self._mapper.read(self.buffer, size)
+
+    def unmap(self) -> None:
+        self._wait()
+        self._mapper.unmap(self.buffer)
+
+    def _wait(self) -> None:
+        if self._asked is not None:
+            asked, self._asked = self._asked, None
+            self._mapper.wait(asked)
 
 
 class _Pool:
@@ -309,6 +420,7 @@ class _Pool:
 
     def __init__(self, device: "wgpu.GPUDevice", largest: int):
         self.device = device
+        self.mapper = _mapper(device)
         self.largest = largest
         self.idle: OrderedDict[int, _Memory] = OrderedDict()
         self.classes: dict[tuple[int, int], list[int]] = {}
@@ -331,7 +443,7 @@ class _Pool:
         buffer = self.device.create_buffer(
             label="jax_webgpu", size=size, usage=usage, mapped_at_creation=mapped
         )
-        return _Memory(buffer, usage)
+        return _Memory(buffer, usage, self.mapper)
 
     def release(self, memory: _Memory) -> None:
         key = id(memory)
@@ -405,14 +517,13 @@ class _Landing:
 
     def copy_out(self) -> None:
         """Waits for the mapping, copies, and ends it."""
-        buffer = self.memory.mapped()
         try:
-            source = np.frombuffer(buffer.read_mapped(0, self.size, copy=False), np.uint8)
+            source = self.memory.read(self.size)
             for copy in self.copies:
                 data = source[copy.start : copy.start + copy.data.nbytes]
                 copy.data[:] = data.reshape(copy.data.shape)
         finally:
-            buffer.unmap()
+            self.memory.unmap()
 
 
 class Device:
@@ -667,7 +778,7 @@ class Device:
     ) -> None:
         """Copies to the arrays; the device makes the next pieces meanwhile."""
         for landing in landings:
-            landing.memory.map(_READ, landing.size)
+            landing.memory.map("READ", landing.size)
         while landings:
             landing = landings.popleft()
             landing.copy_out()
@@ -678,7 +789,7 @@ class Device:
                 encoder = self._device.create_command_encoder(label="read-back")
                 landings.append(self._stage(encoder, batch, held))
                 self._submit(encoder)
-                landings[-1].memory.map(_READ, landings[-1].size)
+                landings[-1].memory.map("READ", landings[-1].size)
 
     def measure(
         self, program: Program, inputs: Sequence[np.ndarray], *, sets: int, runs: int, rounds: int
@@ -841,11 +952,9 @@ def _sources(
 
 def _fill(memory: _Memory, copies: Sequence[_Copy]) -> None:
     """Writes to mapped memory, and ends the mapping."""
-    buffer = memory.mapped()
     for copy in copies:
-        for start, data in _cut(copy.data, _BLOCK_BYTES if copy.data.ndim == 2 else _PIECE_BYTES):
-            buffer.write_mapped(np.ascontiguousarray(data), copy.start + start)
-    buffer.unmap()
+        memory.write(copy.data, copy.start)
+    memory.unmap()
 
 
 def _cut(data: np.ndarray, size: int) -> Iterator[tuple[int, np.ndarray]]:

@@ -615,6 +615,16 @@ def test_an_error_of_the_driver(fresh, spied):
     assert_split_runs(gpu)
 
 
+def test_a_mapping_that_fails(fresh, spied, mapper):
+    gpu = fresh()
+    assert_split_runs(gpu)
+    for memory in gpu._pool.idle.values():
+        memory.buffer.destroy()
+    with pytest.raises(jax_webgpu.DeviceError):
+        assert_split_runs(gpu)
+    assert_split_runs(gpu)
+
+
 @pytest.mark.parametrize("unified", [True, False])
 @pytest.mark.parametrize("kind", [RuntimeError, MemoryError, KeyboardInterrupt])
 def test_an_error_while_reading_back(kind, unified, fresh, spied, monkeypatch):
@@ -624,7 +634,7 @@ def test_an_error_while_reading_back(kind, unified, fresh, spied, monkeypatch):
         raise kind("in the middle")
 
     with monkeypatch.context() as patch:
-        patch.setattr(spied.buffer_type, "read_mapped", failing)
+        patch.setattr(device._Memory, "read", failing)
         expected = jax_webgpu.DeviceError if kind is RuntimeError else kind
         with pytest.raises(expected, match="in the middle"):
             launched(gpu, planned(split_x, X))
@@ -687,9 +697,18 @@ def test_bytes_that_are_not_whole_words(case, run):
     assert_right(run(public_function(case), *inputs), case, inputs)
 
 
+@pytest.fixture(params=["native", "promises"])
+def mapper(request, monkeypatch):
+    """Both ways to map: by wgpu-native's functions, and where these are missing by promises."""
+    if request.param == "promises":
+        monkeypatch.setattr(device, "_mapper", device._Mapper)
+    else:
+        assert isinstance(device._mapper(device.get()._device), device._NativeMapper)
+
+
 @pytest.mark.parametrize("unified", [True, False])
 @pytest.mark.parametrize("piece", [256, 1000, 4096])
-def test_arrays_of_several_pieces(piece, unified, fresh):
+def test_arrays_of_several_pieces(piece, unified, fresh, mapper):
     """Whether the host maps what kernels bind or copies in pieces: up, down, and twice."""
     bounds = {"_PIECE_BYTES": piece, "_WRITE_BYTES": 64}
     gpu = fresh(**bounds, _UNIFIED=KINDS if unified else ())
@@ -709,7 +728,7 @@ def test_arrays_of_several_pieces(piece, unified, fresh):
 
 
 @pytest.mark.parametrize("unified", [True, False])
-def test_bytes_of_an_array_that_end_within_a_word(unified, fresh):
+def test_bytes_of_an_array_that_end_within_a_word(unified, fresh, mapper):
     gpu = fresh(_PIECE_BYTES=64, _WRITE_BYTES=16, _UNIFIED=KINDS if unified else ())
     rng = np.random.default_rng(6)
     for size in (6, 18, 70, 130, 190, 250):
@@ -738,7 +757,7 @@ def poisoned(monkeypatch):
         memory = acquire(self, *args, **kwargs)
         poison = bytes(byte * memory.size)
         if memory.usage & wgpu.BufferUsage.MAP_WRITE:
-            memory.mapped().write_mapped(poison)
+            memory.write(np.frombuffer(poison, np.uint8), 0)
         else:
             self.device.queue.write_buffer(memory.buffer, 0, poison)
         return memory
