@@ -323,14 +323,12 @@ def _cross(registered: Registered, on_cpu: bool, *arrays: Any, call: Call) -> Se
     operands, place = own(call, arrays), arrays[len(own(call, arrays)) :]
     if call.settings.implementation == "reference":
         return registered.rules.reference(call, *operands)
-    tensors = tensors_of([jax.typeof(operand) for operand in operands])
-    wanted = registered.rules.results(call, tensors)
+    given = tensors_of([jax.typeof(operand) for operand in operands])
+    wanted = registered.rules.results(call, given)
     call, operands = registered.rules.narrow(call, *operands)
     tensors = tensors_of([jax.typeof(operand) for operand in operands])
-    results = [
-        jax.ShapeDtypeStruct(result.shape, np.dtype(result.dtype))
-        for result in registered.rules.results(call, tensors)
-    ]
+    made = wanted if tensors == given else registered.rules.results(call, tensors)
+    results = [jax.ShapeDtypeStruct(each.shape, np.dtype(each.dtype)) for each in made]
     resolved = registered.resolve(call, tensors)
     dispatch = Dispatcher(registered.operator, resolved, call.static)
     host = functools.partial(_host, dispatch, call.placed)

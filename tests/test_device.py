@@ -615,13 +615,18 @@ def test_an_error_of_the_driver(fresh, spied):
     assert_split_runs(gpu)
 
 
-def test_a_mapping_that_fails(fresh, spied, mapper):
-    gpu = fresh()
+@pytest.mark.parametrize("unified", [True, False])
+def test_a_mapping_that_fails(unified, fresh, spied, mapper, monkeypatch):
+    gpu = fresh(_UNIFIED=KINDS if unified else ())
     assert_split_runs(gpu)
-    for memory in gpu._pool.idle.values():
-        memory.buffer.destroy()
-    with pytest.raises(jax_webgpu.DeviceError):
-        assert_split_runs(gpu)
+
+    def no_mapping(*args):
+        raise RuntimeError("no mapping")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(gpu._pool.mapper, "wait", no_mapping)
+        with pytest.raises(jax_webgpu.DeviceError, match="no mapping"):
+            assert_split_runs(gpu)
     assert_split_runs(gpu)
 
 
