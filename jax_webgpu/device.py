@@ -517,8 +517,8 @@ class _Landing:
 
     def copy_out(self) -> None:
         """Waits for the mapping, copies, and ends it."""
+        source = self.memory.read(self.size)
         try:
-            source = self.memory.read(self.size)
             for copy in self.copies:
                 data = source[copy.start : copy.start + copy.data.nbytes]
                 copy.data[:] = data.reshape(copy.data.shape)
