@@ -52,12 +52,12 @@ class Operator:
     parts: Callable[[Resolved], Sequence[Tensor]] | None = None
     views: Callable[[Resolved, np.ndarray], Arrays] | None = None
 
-    @property
+    @functools.cached_property
     def spec(self) -> Spec:
         """The manifest alone, loaded once."""
         return _load(resources.specs() / self.manifest, resources.shaders(), None)
 
-    @property
+    @functools.cached_property
     def overlaid(self) -> Spec:
         """The manifest with the faster variants of the overlay beside it, loaded once."""
         manifest = resources.specs() / self.manifest
@@ -118,12 +118,18 @@ class Dispatcher:
         arrays = arrays[: len(resolved.inputs)]
         if outputs is None:
             outputs = [np.empty(tensor.shape, tensor.dtype) for _, tensor in resolved.outputs]
-        parts = operator.parts(resolved) if operator.parts else [t for _, t in resolved.outputs]
         bits = operator.moves_bits
         arrays = [_viewed(a, t, bits) for a, (_, t) in zip(arrays, resolved.inputs, strict=True)]
-        targets = [_viewed(out, part, bits) for out, part in zip(outputs, parts, strict=True)]
+        targets = [_viewed(out, part, bits) for out, part in zip(outputs, self._parts, strict=True)]
         self._run(gpu, arrays, targets)
         return tuple(outputs)
+
+    @functools.cached_property
+    def _parts(self) -> Sequence[Tensor]:
+        """The outputs for the host."""
+        if self.operator.parts is not None:
+            return self.operator.parts(self.resolved)
+        return [tensor for _, tensor in self.resolved.outputs]
 
     def _run(self, gpu: device.Device, arrays: Arrays, outputs: Arrays) -> None:
         """Runs the call whole, or in pieces where its arrays are larger than a binding may be."""
