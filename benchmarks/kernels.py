@@ -1,149 +1,144 @@
-"""Device time of every kind of kernel against a coalesced copy of as many bytes, by timestamps.
+"""The device's own time of kernels, by timestamps, against a coalesced copy of as many bytes.
 
-    python benchmarks/kernels.py [--mib 256] [--json FILE] [FILTER]
-
-Bytes are what the call has to touch: x, y, positions and the cache rows that are named, each once.
-The copy moves the same sum, in the same run. The share is the copy's time over the kernel's.
+Bytes are what a call has to touch: x, y, positions and the cache rows that are named, each once.
+The copy moves the same sum, and the two take turns. The share is the copy's time over the
+kernel's. Where JAX has a GPU too, XLA's jitted version of a rotation is timed there.
 """
 
-import argparse
-import json
+import math
 import statistics
-from dataclasses import dataclass
+import sys
+import time
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
-from jax_webgpu import device, spec
-from jax_webgpu.ops import rotary_embedding, split
-from jax_webgpu.plan import Plan, make
+import jax_webgpu
+from benchmarks import host, subjects
+from benchmarks.onnx_session import Unable
+from jax_webgpu import device, runtime, spec
+from jax_webgpu.plan import make
 from jax_webgpu.program import alone
-from jax_webgpu.resolve import Resolved, Tensor, resolve
+from jax_webgpu.resolve import Tensor, resolve
 
-TUNABLES: dict[str, int] = {}
 COPY = spec.load(Path(__file__).parent / "copy" / "manifest.json")
 
-
-@dataclass(frozen=True)
-class Case:
-    name: str
-    plan: Plan
-    arrays: list[np.ndarray]
-    traffic: int
+TURNS, ROUNDS = 2, 3  # a case's turns beside the copy, and the submissions of each
+XLA_CALLS = 16
 
 
-def rotary(gpu, mib, dtype, heads, size, *, rotary_dim=0, interleaved=0, positions=True, rank=4):
-    """A call whose x and y together are about `mib` MiB."""
-    item = np.dtype(dtype).itemsize
-    tokens = 2048
-    batch = max(1, round(mib * 2**20 / 2 / item / (heads * tokens * size)))
-    half = (rotary_dim or size) // 2
-    rng = np.random.default_rng(0)
-    shape = (batch, heads, tokens, size) if rank == 4 else (batch, tokens, heads * size)
-    table = (tokens, half) if positions else (batch, tokens, half)
-    inputs = {"x": Tensor(shape, dtype), "cos": Tensor(table, dtype), "sin": Tensor(table, dtype)}
-    ids = np.stack([rng.permutation(tokens) for _ in range(batch)]).astype(np.uint32)
-    if positions:
-        inputs["positionIds"] = Tensor(ids.shape, "int64")
-    attributes = {"interleaved": interleaved, "rotary_embedding_dim": rotary_dim}
-    if rank == 3:
-        attributes["num_heads"] = heads
-    operator = rotary_embedding.Rules.operator
-    resolved = resolve(operator.overlaid, inputs, attributes=attributes, tunables=TUNABLES)
-    plan = operator.plan(resolved, gpu.capabilities)
-    arrays = [np.ones(shape, dtype), *(np.ones(table, dtype) for _ in "cs")]
-    traffic = 2 * arrays[0].nbytes + 2 * arrays[1].nbytes
-    if positions:
-        arrays.append(ids)
-        traffic += ids.nbytes
-    form = "interleaved" if interleaved else "halves"
-    part = f" of {size}" if rotary_dim else ""
-    name = f"rotary {dtype} {form} {rotary_dim or size}{part} rank {rank} {plan.variant}"
-    return Case(name, plan, arrays, traffic)
-
-
-def parts(gpu, mib, dtype, columns):
-    item = 4 if dtype in ("int16", "uint8") else np.dtype(dtype).itemsize
-    rows = round(mib * 2**20 / 2 / item / sum(columns))
-    operator = split.Rules.operator
-    resolved = resolve(
-        operator.overlaid,
-        {"input": Tensor((rows, sum(columns)), dtype)},
-        attributes={"axis": 1},
-        outputs={f"y{index}": (rows, width) for index, width in enumerate(columns)},
-        tunables=TUNABLES,
-    )
-    plan = operator.plan(resolved, gpu.capabilities)
-    x = np.ones((rows, sum(columns)), plan.inputs[0].dtype.storage)
-    return Case(f"split {dtype} {columns} {plan.variant}", plan, [x], 2 * x.nbytes)
-
-
-def cases(gpu, mib):
-    for dtype in ("float32", "float16"):
-        for interleaved in (0, 1):
-            yield rotary(gpu, mib, dtype, 32, 128, interleaved=interleaved)
-            yield rotary(gpu, mib, dtype, 32, 64, interleaved=interleaved, positions=False, rank=3)
-            yield rotary(gpu, mib, dtype, 32, 128, rotary_dim=32, interleaved=interleaved)
-            yield rotary(gpu, mib, dtype, 32, 6, interleaved=interleaved)
-            yield rotary(gpu, mib, dtype, 32, 100, interleaved=interleaved, rank=3)
-            yield rotary(gpu, mib, dtype, 32, 80, rotary_dim=20, interleaved=interleaved)
-        yield rotary(gpu, mib, dtype, 32, 20)
-        yield rotary(gpu, mib, dtype, 32, 100, positions=False)
-    yield parts(gpu, mib, "uint32", [4096])
-    yield parts(gpu, mib, "uint32", [1024, 1024])
-    yield parts(gpu, mib, "uint32", [2048, 512, 512])
-    yield parts(gpu, mib, "uint32", [256, 512, 768, 512])
-    yield parts(gpu, mib, "uint32", [1023, 1022, 1027])
-    yield parts(gpu, mib, "uint32", [255, 514])
-    yield parts(gpu, mib, "uint32", [255, 514, 77, 99])
-    yield parts(gpu, mib, "uint32", [256, 512, 768, 1024, 512])
-    yield parts(gpu, mib, "uint32", [255, 511, 769, 1024, 513])
-    yield parts(gpu, mib, "uint8", [7, 5])
-    yield parts(gpu, mib, "int16", [1023, 1022, 1027])
-
-
-def copy_of(gpu, traffic) -> Resolved:
-    words = traffic // 8 // 4 * 4
-    return make(resolve(COPY, {"src": Tensor((words,), "uint32")}), gpu.capabilities)
-
-
-def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("filter", nargs="?", default="", help="only cases whose name has this")
-    parser.add_argument("--mib", type=float, default=256, help="of traffic a case")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--runs", type=int, default=200)
-    parser.add_argument("--tunable", action="append", default=[], metavar="NAME=VALUE")
-    parser.add_argument("--json", type=Path, help="also write the figures there")
-    options = parser.parse_args()
+def run(cases, mib, runs, say):
+    """Measures each case at about `mib` MiB of traffic; returns the report, of JSON's types."""
     gpu = device.get()
-    settings = dict(pair.split("=") for pair in options.tunable)
-    TUNABLES.update({name: int(value) for name, value in settings.items()})
-    print(f"{gpu.info}, {options.mib:.0f} MiB of traffic a case")
-    figures = []
-    for case in cases(gpu, options.mib):
-        if options.filter not in case.name:
-            continue
-        copy = copy_of(gpu, case.traffic)
-        words = np.ones(copy.inputs[0].tensor.shape, np.uint32)
-        how = {"sets": 2, "runs": options.runs, "rounds": options.rounds}
-        # The two take turns, so that a change of clocks meets both.
-        kernel, limit = [], []
-        for _ in range(2):
-            limit += gpu.measure(alone(copy), [words], **how)
-            kernel += gpu.measure(alone(case.plan), case.arrays, **how)
-        seconds = statistics.median(kernel)
-        best = statistics.median(limit)
-        figures.append({"case": case.name, "seconds": seconds, "copy": best, "bytes": case.traffic})
-        rate = case.traffic / seconds / 1e9
-        print(f"{best / seconds:5.2f} of the copy  {rate:7.0f} GB/s  {case.name}", flush=True)
-    if options.json:
-        options.json.write_text(
-            json.dumps({"adapter": str(gpu.info), "figures": figures}, indent=1)
-        )
+    runs = runs or (4 if gpu.info.kind == "CPU" else 200)
+    report = {"mode": "kernels", "machine": host.machine(), "mib": mib, "runs": runs, "cases": []}
+    for index, case in enumerate(cases, start=1):
+        case = case.scaled(mib)
+        say(f"{case.name}: preparing")
+        found = {"name": case.name, "rotary": case.rotary, "bytes": case.touched}
+        report["cases"].append(found)
+        try:
+            found |= _measure(gpu, case, mib, runs)
+        except (Unable, jax_webgpu.DeviceError) as why:
+            found["left out"] = str(why).splitlines()[0]
+        say(f"[{index:2}/{len(cases)}] {line(found)}\n")
+    return report
+
+
+def line(found):
+    """A case as one line for people."""
+    if "left out" in found:
+        return f"left out: {found['name']}: {found['left out']}"
+    seconds = found["seconds"]["median"]
+    text = f"{share(found):5.2f} of the copy  {found['bytes'] / seconds / 1e9:#7.3g} GB/s"
+    if "xla" in found:
+        text += f"  {found['xla'] / seconds:5.2f}× as fast as XLA"
+    text += f"  {found['name']}  {found['variant']}"
+    return text + f"  (in ×{found['widened']:.0f} the bytes)" * (found["widened"] > 1)
+
+
+def share(found):
+    """The copy's time over the kernel's."""
+    return found["copy"]["median"] / found["seconds"]["median"]
+
+
+def _measure(gpu, case, mib, runs):
+    case.check(subjects.jitted(None, case).results())
+    plan = _plan(case)
+    with jax_webgpu.configure(overlays=False):
+        published = _plan(case)
+    arrays = [
+        runtime.to_storage(_as_bound(array, buffer.tensor), buffer)
+        for array, buffer in zip(case.inputs, plan.inputs, strict=False)
+    ]
+    words = case.touched // 8 // 4 * 4
+    copy = make(resolve(COPY, {"src": Tensor((words,), "uint32")}), gpu.capabilities)
+    source = np.ones(words, np.uint32)
+    # Together larger than any cache.
+    how = {"sets": min(16, max(2, round(512 / mib))), "runs": runs, "rounds": ROUNDS}
+    kernel, limit = [], []
+    for _ in range(TURNS):
+        limit += gpu.measure(alone(copy), [source], **how)
+        kernel += gpu.measure(alone(plan), arrays, **how)
+    found = {
+        "variant": plan.variant,
+        "published": published.variant,
+        # A dtype that the device lacks, or WGSL, crosses and is moved as a wider one.
+        "widened": arrays[0].nbytes / case.inputs[0].nbytes,
+        "seconds": host.summary(kernel),
+        "copy": host.summary(limit),
+    }
+    accelerators = [each for each in jax.devices() if each.platform != "cpu"]
+    if case.rotary and accelerators:
+        found["xla"] = _xla(case, accelerators[0])
+    return found
+
+
+def _plan(case):
+    structs = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in case.inputs]
+    plans = jax_webgpu.explain(case.function, *structs)
+    if len(plans) != 1:
+        raise Unable(f"it takes {len(plans)} dispatches")
+    return plans[0]
+
+
+def _as_bound(array, tensor):
+    """An array as the plan has it, where it may be of other words, or of fewer rows."""
+    size, dtype = math.prod(tensor.shape), np.dtype(tensor.dtype)
+    if array.nbytes == size * dtype.itemsize:
+        return np.ascontiguousarray(array).reshape(-1).view(dtype).reshape(tensor.shape)
+    if array.size == size:
+        return array.reshape(tensor.shape)
+    return np.zeros(tensor.shape, dtype)
+
+
+def _xla(case, on):
+    """XLA's own time for a call, in seconds: what more calls add to a program of one.
+
+    Each call has arrays of its own, so that XLA cannot share work among them.
+    """
+    given = jax.device_put(case.inputs, on)
+    sets = [[jnp.array(array, copy=True) for array in given] for _ in range(1 + XLA_CALLS)]
+    rotate = subjects.plain(case)
+    program = jax.jit(lambda sets: [rotate(*each) for each in sets])
+    one, many = (program.lower(part).compile() for part in (sets[:1], sets))
+    (y,) = one(sets[:1])[0]
+    case.check([np.asarray(y)])
+    del y
+
+    def seconds(compiled, part):
+        start = time.perf_counter()
+        jax.block_until_ready(compiled(part))
+        return time.perf_counter() - start
+
+    seconds(many, sets)
+    added = [seconds(many, sets) - seconds(one, sets[:1]) for _ in range(9)]
+    return statistics.median(added) / XLA_CALLS
 
 
 if __name__ == "__main__":
-    main()
+    from benchmarks.__main__ import main
+
+    sys.exit(main(["--kernels", *sys.argv[1:]]))
