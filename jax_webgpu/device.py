@@ -262,7 +262,7 @@ def _fleet(found: "Sequence[wgpu.GPUAdapter]") -> list[AdapterInfo]:
 
 
 class _Recent(OrderedDict[Any, Any]):
-    """A cache that forgets what was not used for longest; `forget` is called with it."""
+    """A cache that forgets what was not used for longest."""
 
     def __init__(self, size: int):
         super().__init__()
