@@ -11,8 +11,8 @@ import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, cycle, islice
 from itertools import count as numbers
-from itertools import cycle, islice
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -298,7 +298,9 @@ class _Mapper:
         asked.sync_wait()
 
     def write(self, buffer: "wgpu.GPUBuffer", data: np.ndarray, offset: int) -> None:
-        for start, part in _cut(data, _BLOCK_BYTES if data.ndim == 2 else _PIECE_BYTES):
+        # Rows with gaps go in blocks, which begin where WebGPU maps: at multiples of 8.
+        blocks = data.ndim == 2 and data.shape[1] % 8 == 0
+        for start, part in _cut(data, _BLOCK_BYTES) if blocks else [(0, data)]:
             buffer.write_mapped(np.ascontiguousarray(part), offset + start)
 
     def read(self, buffer: "wgpu.GPUBuffer", size: int) -> np.ndarray:
@@ -425,7 +427,6 @@ class _Pool:
         self.idle: OrderedDict[int, _Memory] = OrderedDict()
         self.classes: dict[tuple[int, int], list[int]] = {}
         self.idle_bytes = 0
-        self.made = 0
 
     def acquire(self, size: int, usage: int, *, mapped: bool = False) -> _Memory:
         """At least `size` bytes; new memory is mapped if asked for.
@@ -439,7 +440,6 @@ class _Pool:
             memory = self.idle.pop(free.pop())
             self.idle_bytes -= size
             return memory
-        self.made += 1
         buffer = self.device.create_buffer(
             label="jax_webgpu", size=size, usage=usage, mapped_at_creation=mapped
         )
@@ -958,9 +958,13 @@ def _fill(memory: _Memory, copies: Sequence[_Copy]) -> None:
 
 
 def _cut(data: np.ndarray, size: int) -> Iterator[tuple[int, np.ndarray]]:
-    """Parts of at most `size` bytes, or of one row, and where each starts."""
+    """Parts of at most `size` bytes, or of one row, and where each starts.
+
+    At a multiple of 8 bytes, however long a row is, if there are as many rows to a part.
+    """
     each = data.nbytes // len(data)
     step = max(1, size // each)
+    step -= step % 8 if step >= 8 else 0
     for start in range(0, len(data), step):
         yield start * each, data[start : start + step]
 
@@ -981,8 +985,8 @@ def _batches(copies: Sequence[_Copy]) -> Iterator[list[_Copy]]:
 
 def _packed(batch: Sequence[_Copy]) -> list[int]:
     """Offsets at which the copies of a batch lie behind each other."""
-    sizes = [_aligned(copy.data.nbytes, 8) for copy in batch]
-    return [sum(sizes[:index]) for index in range(len(sizes))]
+    ends = accumulate((_aligned(copy.data.nbytes, 8) for copy in batch), initial=0)
+    return list(ends)[:-1]
 
 
 def _numbered(wgsl: str) -> str:

@@ -733,6 +733,29 @@ def test_arrays_of_several_pieces(piece, unified, fresh, mapper):
 
 
 @pytest.mark.parametrize("unified", [True, False])
+@pytest.mark.parametrize("width", [3, 5, 6])
+def test_rows_with_gaps_between_them(width, unified, fresh, mapper):
+    """Of 2 bytes an element: rows that are no whole words, of more than one piece."""
+    gpu = fresh(
+        _PIECE_BYTES=64, _BLOCK_BYTES=64, _WRITE_BYTES=16, _UNIFIED=KINDS if unified else ()
+    )
+    rng = np.random.default_rng(width)
+    count = 48 * width
+    wide_x = rng.standard_normal((48, width + 3)).astype(np.float16)
+    x = wide_x[:, 1 : 1 + width]
+    cos, sin = np.ones((2, 1, count // 2, 1), np.float16)
+    wide_y = np.zeros((48, width + 4), np.float16)
+    (plan,) = jax_webgpu.explain(
+        jax_webgpu.rotary_embedding, x.reshape(1, 1, count // 2, 2), cos, sin
+    )
+    gpu.run(alone(plan), [x, cos, sin], [wide_y[:, 2 : 2 + width]])
+    a, b = x.reshape(-1, 2).T
+    turned = np.stack([a - b, a + b], -1).reshape(48, width)
+    np.testing.assert_array_equal(wide_y[:, 2 : 2 + width], turned)
+    assert not wide_y[:, :2].any() and not wide_y[:, 2 + width :].any()
+
+
+@pytest.mark.parametrize("unified", [True, False])
 def test_bytes_of_an_array_that_end_within_a_word(unified, fresh, mapper):
     gpu = fresh(_PIECE_BYTES=64, _WRITE_BYTES=16, _UNIFIED=KINDS if unified else ())
     rng = np.random.default_rng(6)

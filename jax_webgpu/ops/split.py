@@ -142,7 +142,7 @@ def _parts(x: jax.Array, axis: int, sizes: tuple[int, ...]) -> list[jax.Array]:
 # Up to so many parts of unequal widths are found by as many comparisons in the kernel.
 MOST_PACKED = 64
 
-PACKED = Operator("split_packed", "jax_webgpu.SplitPacked.json", fit=fit_tunables)
+PACKED = Operator("split_packed", "jax_webgpu.SplitPacked.json")
 
 
 # ---- primitive ----------------------------------------------------------------------------------
