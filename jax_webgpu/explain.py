@@ -216,8 +216,8 @@ def _narrowed(
     calls = []
 
     def narrow(*operands: Any) -> Sequence[Any]:
-        call_, narrowed = registered.rules.narrow(call, *operands)
-        calls.append(call_)
+        narrower, narrowed = registered.rules.narrow(call, *operands)
+        calls.append(narrower)
         return narrowed
 
     shapes = [jax.ShapeDtypeStruct(each.aval.shape, each.aval.dtype) for each in operands]
