@@ -7,6 +7,7 @@ WebGPU's here. Nothing in this module waits for JAX, so its lock may be held ove
 import functools
 import os
 import threading
+import time
 import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Sequence
@@ -45,6 +46,9 @@ _PIECE_BYTES = 8 << 20
 _PIECES = 4
 # Rows with gaps between them are first put together, so many bytes at a time: the cache holds them.
 _BLOCK_BYTES = 256 << 10
+
+# Each waits until the device has done what it was given, so more than a few mean that it is lost.
+_MAX_POLLS = 10_000
 # Up to so many bytes `writeBuffer`, which copies twice, costs less than mapping does.
 _WRITE_BYTES = 64 << 10
 
@@ -351,10 +355,14 @@ class _NativeMapper(_Mapper):
         return number
 
     def wait(self, asked: Any) -> None:
-        for _ in range(1000):
+        for attempt in range(_MAX_POLLS):
             if asked in self._answers:
                 break
             self._lib.wgpuDevicePoll(self.device._internal, True, self._ffi.NULL)
+            if attempt >= 10:
+                # A thread of wgpu's own that polls may have taken the answer out, and wait for
+                # the GIL to hand it over.
+                time.sleep(0.001)
         problem = self._answers.pop(asked, "no answer, the device is lost")
         if problem:
             raise RuntimeError(problem)
