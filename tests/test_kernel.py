@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import pickle
 import pydoc
 import shutil
 from functools import partial
@@ -234,10 +235,18 @@ def test_eval_shape_needs_no_gpu(scale, moments):
     assert [each.shape for each in shapes] == [(3,), (3,)]
 
 
-def test_copies(scale):
+def negative(x, bias, **attributes):
+    return -x
+
+
+def test_copies(tmp_path):
+    scale = load_kernel(folders.scale(tmp_path), vmap_axis=0)
+    scale.defreference(negative)
+    shutil.rmtree(tmp_path)
     x = floats(4)
-    for kernel in (copy.copy(scale), copy.deepcopy(scale)):
+    for kernel in (copy.copy(scale), copy.deepcopy(scale), pickle.loads(pickle.dumps(scale))):
         np.testing.assert_array_equal(kernel(x), scale(x))
+        assert (kernel.vmap_axes, kernel._reference) == (scale.vmap_axes, negative)
 
 
 def test_explain(scale):
