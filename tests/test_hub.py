@@ -238,7 +238,9 @@ def test_file_shorter_than_was_said(call, kernel):
     repository.short["manifest.json"] = 10
     text = refused(call, HubError, id, version=1)
     size = len(NEGATE["manifest.json"])
-    assert f"manifest.json: OSError: Consistency check failed: file should be of size {size}" in text
+    assert (
+        f"manifest.json: OSError: Consistency check failed: file should be of size {size}" in text
+    )
 
 
 def test_missing_files_are_named(call, kernel):
@@ -302,7 +304,9 @@ def test_unknown_version_tells_which_there_are(call, kernel):
     text = "the Hub has no such revision; the kernel's versions: 2, 10"
     assert refused(call, HubError, id, version=1) == f"{id} at v1: metadata.json: {text}"
     commit = "0" * 40
-    assert refused(call, HubError, id, revision=commit) == f"{id} at {commit}: metadata.json: {text}"
+    assert (
+        refused(call, HubError, id, revision=commit) == f"{id} at {commit}: metadata.json: {text}"
+    )
 
     repository.branches.clear()
     assert refused(call, HubError, id, version=1).endswith("versions: unknown")
@@ -368,13 +372,26 @@ def test_version_is_a_whole_number(version):
         hub.fetch("webgpu-kernels/ai.onnx.Add", version=version)
 
 
-@pytest.mark.parametrize("revision", ["main", "v1", "0" * 39, "0" * 41, "g" * 40, "0" * 40 + "\n", 1])
+@pytest.mark.parametrize(
+    "revision", ["main", "v1", "0" * 39, "0" * 41, "g" * 40, "0" * 40 + "\n", 1]
+)
 def test_revision_is_a_commit(revision):
     with pytest.raises(CallError, match="^revision is .*; expected a commit's 40 hexadecimal"):
         hub.fetch("webgpu-kernels/ai.onnx.Add", revision=revision)
 
 
-IDS = ["Add", "", "a/b/c", "kernels/ai.onnx.Add/", "../Add", "./Add", "a/..", "a b/c", "a/b\n", "á/b"]
+IDS = [
+    "Add",
+    "",
+    "a/b/c",
+    "kernels/ai.onnx.Add/",
+    "../Add",
+    "./Add",
+    "a/..",
+    "a b/c",
+    "a/b\n",
+    "á/b",
+]
 IDS += ["a--b/c", "a..b/c", "-a/b", "a/b.git", "a/" + "b" * 100, None, 3]
 
 
