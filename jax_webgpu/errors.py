@@ -35,3 +35,7 @@ class ShaderError(DeviceError):
 
 class DTypeError(JaxWebGPUError, TypeError):
     """An argument is of a kind or a dtype that the operator does not take."""
+
+
+class DerivativeError(JaxWebGPUError, NotImplementedError):
+    """A kernel that was loaded has no derivative; the text says how to give it one."""

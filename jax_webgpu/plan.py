@@ -100,8 +100,9 @@ class Plan:
 
     @functools.cached_property
     def unwritten(self) -> tuple[str, ...]:
-        """The outputs that have elements and that no pass binds."""
+        """The outputs that have elements, are no inputs too, and that no pass binds."""
         bound = {bound.source for each in self.passes for bound in each.bindings}
+        bound |= {name for name, _ in self.resolved.inputs}
         return tuple(
             name
             for name, tensor in self.resolved.outputs
