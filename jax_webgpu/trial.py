@@ -180,7 +180,7 @@ def _problem(operator: Spec, case: Case, call: Resolved) -> str | None:
         if tensor != case.outputs[name].tensor:
             return f"{name} is {tensor}, expected {case.outputs[name].tensor}"
     arrays = [case.inputs[name].values for name, _ in call.inputs]
-    runner = runtime.Operator(repr(operator), str(operator.path))
+    runner = runtime.Operator(repr(operator), operator)
     try:
         results = runtime.run(runner, call, [array for array in arrays if array is not None])
     except (JaxWebGPUError, ValueError) as error:
