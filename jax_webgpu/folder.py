@@ -32,6 +32,7 @@ from typing import Any
 from jax_webgpu.errors import SpecError
 
 METADATA = "metadata.json"
+KEYS = ("digest", "digests", "sha256", "files")
 
 # Manifests run to 300 KiB and templates to 50; the rest is room for a `test.json` with its arrays.
 MAX_BYTES = 64 * 2**20
@@ -123,7 +124,7 @@ def parse(metadata: bytes, where: object) -> dict[str, bytes]:
         document = json.loads(metadata, object_pairs_hook=_members)
         if not isinstance(document, dict):
             raise SpecError("expected an object")
-        tables = {key: _table(document.get(key)) for key in _KEYS}
+        tables = {key: _table(document.get(key)) for key in KEYS}
         places = [key for key, table in tables.items() if table]
         if len(places) > 1:
             raise SpecError(f"digests under both {' and '.join(places)}")
@@ -143,9 +144,6 @@ def check_name(name: str, where: object) -> str:
     if outside or {*name} & {*"\\:"} or not name.isprintable():
         raise SpecError(f"{where}: {name!r} is not the name of a file in the folder")
     return name
-
-
-_KEYS = ("digest", "digests", "sha256", "files")
 
 
 def _members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
