@@ -29,7 +29,6 @@ SCOPE_NAMES = frozenset(
 # An expression, a scalar, or lists and objects of these.
 Value = Any
 
-# Where templates come from: a folder, or what gives the bytes of a file by its name.
 Shaders = Path | Callable[[str], bytes]
 
 
@@ -218,7 +217,10 @@ def load(manifest: Path, shaders: Path | None = None, overlay: Path | None = Non
 
 
 def loads(data: bytes, manifest: Path, shaders: Shaders, overlay: bytes = b"{}") -> Spec:
-    """As `load`, from the files' bytes; `manifest` is only the name in messages."""
+    """As `load`, from the files' bytes; `manifest` is only the name in messages.
+
+    `shaders` is the folder of the templates, or gives a template's bytes by its name.
+    """
     try:
         root = _Node(_overlaid(_document(data), _document(overlay)), manifest)
         data += overlay
@@ -707,9 +709,9 @@ class _Reader:
         return name
 
     def shader(self, name: str) -> str:
-        if isinstance(self.shaders, Path):
-            return (self.shaders / name).read_text("utf-8")
-        return self.shaders(name).decode("utf-8")
+        folder = self.shaders
+        data = (folder / name).read_bytes() if isinstance(folder, Path) else folder(name)
+        return data.decode("utf-8")
 
     def binding(
         self, node: _Node, names: frozenset[str], scratch: dict[str, Intermediate]
