@@ -568,7 +568,7 @@ class Device:
         self._pool = _Pool(self._device, self.capabilities.limit("maxBufferSize"))
         usage = wgpu.BufferUsage
         self._inner = usage.STORAGE | usage.COPY_SRC | usage.COPY_DST
-        bound = usage.STORAGE if self._unified else 0
+        bound = self._inner if self._unified else 0
         self._upload_usage = usage.MAP_WRITE | usage.COPY_SRC | bound
         self._download_usage = usage.MAP_READ | usage.COPY_DST | bound
 
@@ -702,11 +702,19 @@ class Device:
             found = kept.groups.keep(key, (groups, memories))
         compute = None
         for ready, group in zip(kept.launches, found[0], strict=True):
-            if ready.launch.cleared and compute is not None:  # no pass may be open
-                compute.end()
+            if (ready.launch.cleared or ready.launch.copied) and compute is not None:
+                compute.end()  # no pass may be open
                 compute = None
             for index in ready.launch.cleared:
                 encoder.clear_buffer(memories[index].buffer)
+            for source, target, size in ready.launch.copied:
+                encoder.copy_buffer_to_buffer(
+                    memories[source.buffer].buffer,
+                    source.offset,
+                    memories[target.buffer].buffer,
+                    target.offset,
+                    size,
+                )
             compute = compute or encoder.begin_compute_pass()
             compute.set_pipeline(ready.pipeline.compute)
             compute.set_bind_group(0, group)

@@ -108,15 +108,10 @@ class Plan:
         return f"{self.resolved.spec.name}.{self.variant}"
 
     @functools.cached_property
-    def in_out(self) -> tuple[str, ...]:
-        """The ports that are an input and an output: one array, written in place."""
-        read = {buffer.name for buffer in self.inputs}
-        return tuple(buffer.name for buffer in self.outputs if buffer.name in read)
-
-    @functools.cached_property
     def unwritten(self) -> tuple[str, ...]:
-        """The outputs that have elements and that no pass binds."""
+        """The outputs that have elements, are no inputs too, and that no pass binds."""
         bound = {bound.source for each in self.passes for bound in each.bindings}
+        bound |= {name for name, _ in self.resolved.inputs}
         return tuple(
             name
             for name, tensor in self.resolved.outputs

@@ -117,7 +117,7 @@ def resolve(
         outputs=(),
         attributes=_attributes(spec, attributes or {}),
         args=_args(spec, args or {}),
-        tunables=_tunables(spec, tunables or {}),
+        tunables=checked_tunables(spec, tunables or {}),
         logical=tuple(logical.items()),
     )
     return replace(resolved, outputs=_outputs(resolved, outputs))
@@ -314,7 +314,8 @@ def _args(spec: Spec, given: Mapping[str, Any]) -> Pairs:
     return tuple(result)
 
 
-def _tunables(spec: Spec, given: Mapping[str, Any]) -> Pairs:
+def checked_tunables(spec: Spec, given: Mapping[str, Any]) -> Pairs:
+    """Values for tunables that the manifest or a variant has; raises `CallError`."""
     defaults = dict(spec.tunables)
     for variant in spec.variants:
         defaults |= dict(variant.tunables)

@@ -29,6 +29,8 @@ SCOPE_NAMES = frozenset(
 # An expression, a scalar, or lists and objects of these.
 Value = Any
 
+Shaders = Path | Callable[[str], bytes]
+
 _NONE = frozenset[str]()
 
 
@@ -286,8 +288,11 @@ def load(manifest: Path, shaders: Path | None = None, overlay: Path | None = Non
     return loads(data, manifest, shaders or manifest.parent, extra)
 
 
-def loads(data: bytes, manifest: Path, shaders: Path, overlay: bytes = b"{}") -> Spec:
-    """As `load`, from the files' bytes; `manifest` is only the name in messages."""
+def loads(data: bytes, manifest: Path, shaders: Shaders, overlay: bytes = b"{}") -> Spec:
+    """As `load`, from the files' bytes; `manifest` is only the name in messages.
+
+    `shaders` is the folder of the templates, or gives a template's bytes by its name.
+    """
     try:
         root = _Node(_overlaid(_document(data), _document(overlay)), manifest)
         data += overlay
@@ -570,7 +575,7 @@ class _Reader:
 
     data: bytes
     manifest: Path
-    shaders: Path
+    shaders: Shaders
     ports: dict[str, Port] = field(default_factory=dict)
     variables: dict[str, tuple[str, ...]] = field(default_factory=dict)
     arguments: dict[str, Argument] = field(default_factory=dict)
@@ -799,13 +804,17 @@ class _Reader:
         if name in (".", "..") or not re.fullmatch(r"[^/\\:\0]+", name):
             raise node.fail(f"{name!r} is not the name of a file beside the manifest")
         try:
-            text = (self.shaders / name).read_text("utf-8")
-            self.templates[name] = templates.parse(name, text)
+            self.templates[name] = templates.parse(name, self.shader(name))
         except ExpressionError as error:
             raise node.fail(str(error)) from None
         except (OSError, ValueError) as error:
             raise node.fail(f"cannot read the template {name}: {error}") from None
         return name
+
+    def shader(self, name: str) -> str:
+        folder = self.shaders
+        data = (folder / name).read_bytes() if isinstance(folder, Path) else folder(name)
+        return data.decode("utf-8")
 
     def binding(
         self, node: _Node, names: frozenset[str], scratch: dict[str, Intermediate]
