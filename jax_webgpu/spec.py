@@ -525,9 +525,9 @@ class _Node:
 
 def evaluate(value: Value, scope: expressions.Scope) -> Any:
     """The value of a `Value`; raises `ExpressionError`."""
+    if value.__class__ is Expression:
+        return value(scope)
     match value:
-        case Expression():
-            return value(scope)
         case tuple():
             return [evaluate(element, scope) for element in value]
         case dict():
