@@ -162,6 +162,8 @@ def _bindings():
                     _field("alpha", "attrs.alpha", "f32"),
                     _field("lastRow", f"m - floor((m - 1) / {rows}) * {rows}"),
                     _field("lastColumn", f"n - floor((n - 1) / {columns}) * {columns}"),
+                    _field(f"{family}Rows", f"min(m, {rows}) * ({len(family)} - 1) + {rows}"),
+                    _field(f"{family}Columns", f"min(n, {columns}) * {len(family)} + {columns}"),
                 ],
             }
     return handles
@@ -198,7 +200,8 @@ def _product_variant(family, order, rows, columns, size):
             f"{tile}Ok",
             f"k % {width} == 0 and n % {width} == 0",
             "attrs.transA == 0",
-            f"m * n * k >= {rows * columns * 64}",
+            f"m * n * k >= {rows * columns * 64} and (m >= {rows + order} or batches > {order})",
+            f"ceilDiv(m, {rows}) * ceilDiv(n, {columns}) * batches <= groupCap * {64 + order}",
             *(["subgroupsOk", 'device.features.has("subgroups")'] if subgroups else []),
         ],
         "demoteWhen": [f"isApple and not half and {rows * columns} >= 4096", f"m < {rows // 2}"],
@@ -218,6 +221,12 @@ def _product_variant(family, order, rows, columns, size):
             "threadsY": f"ceilDiv({rows}, 4)",
             "splits": "max(1, min(tunables.SPLIT_K, ceilDiv(k, tileK)))",
             "family": f'"{family}"',
+            "tilesM": f"ceilDiv(m, {rows}) + {order} - {order}",
+            "tilesN": f"ceilDiv(n, {columns}) + {order} - {order}",
+            "sharedBytes": f"({rows} + {columns}) * tileK * elementBytes + {16 * order}",
+            "registers": f"{rows} / threadsY * (lanes if tileK >= {width} else 1) + {order}",
+            "occupancy": f"floor(sharedCap * elementBytes / max(1, sharedBytes + {32 * order}))",
+            "lastTile": f"[m - (tilesM - 1) * {rows}, n - (tilesN - 1) * {columns}, {order}]",
             "hasBias": "present.bias",
         },
         "passes": [
@@ -233,7 +242,13 @@ def _product_variant(family, order, rows, columns, size):
                 },
                 "bindings": [f"a_{name}", f"b_{name}", *_extras(family),
                              f"y_{name}", f"params_{name}"],
-                "dispatch": {"x": f"{tile}GroupsX", "y": f"{tile}GroupsY", "z": "batches"},
+                "dispatch": {
+                    "x": f"min(ceilDiv((n), ({columns})), min(device.limits."
+                    "maxComputeWorkgroupsPerDimension, 65535))",
+                    "y": f"min(ceilDiv((m), ({rows})) * splits, min(device.limits."
+                    "maxComputeWorkgroupsPerDimension, 65535))",
+                    "z": "min(batches, device.limits.maxComputeWorkgroupsPerDimension)",
+                },
             }
         ],
     }  # fmt: skip
@@ -349,7 +364,7 @@ fn pow3(value: {{ wide }}) -> {{ wide }} { return value * value * value; }
 
 _SECTION = """
 // Part {0}: {1} rows a thread.
-{{% if rows % {1} == 0 and tileK >= {2} %}}
+{{% if rows % {1} == 0 and tileK >= {2} and ({0} % 4 == 0 or family == "{3}") %}}
 fn accumulate{0}(row: u32, column: u32, start: u32) -> array<{{{{ wide }}}}, {1}> {{
   var sums = array<{{{{ wide }}}}, {1}>();
 {{% for i in range({1}) %}}
@@ -383,7 +398,7 @@ fn store{0}(sums: array<{{{{ wide }}}}, {1}>, row: u32, column: u32) {{
 {{% endfor %}}
 }}
 {{% else %}}
-// {{{{ rows }}}} rows are not cut into {1}, or {{{{ tileK }}}} is less than {2}.
+// {{{{ rows }}}} rows are not cut into {1}, or {{{{ tileK }}}} is less than {2}, or not for {3}.
 {{% endif %}}
 """
 
@@ -429,13 +444,18 @@ fn main(@builtin(global_invocation_id) gid: vec3<u32>) {
 
 
 def _product():
-    sections = [_SECTION.format(index, 1 << index % 4, 4 << index % 3) for index in range(28)]
+    sections = [
+        _SECTION.format(index, 1 << index % 4, 4 << index % 3, FAMILIES[index % 7])
+        for index in range(32)
+    ]
     return "".join([_HEAD, *sections, _MAIN])
 
 
 def _reduction():
     body = "".join(
-        f"{{% if parts_ > {index} %}}\n  sum += parts[{index}u * {{{{ count }}}}u + at];\n{{% endif %}}\n"
+        f"{{% if parts_ > {index} %}}\n"
+        f"  sum += parts[{index}u * {{{{ count }}}}u + at];\n"
+        "{% endif %}\n"
         for index in range(64)
     )
     return f"""\

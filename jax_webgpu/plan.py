@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from jax_webgpu import dtypes, uniforms, variants, wgsl
 from jax_webgpu.capabilities import Capabilities
+from jax_webgpu.document import Value
 from jax_webgpu.errors import CallError, DeviceError, ExpressionError, LimitError
 from jax_webgpu.expressions import EVERY
 from jax_webgpu.helpers import ceil_div
@@ -22,7 +23,6 @@ from jax_webgpu.spec import (
     Pass,
     Repeat,
     StructField,
-    Value,
     evaluate,
     reads,
     sizes,

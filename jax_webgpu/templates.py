@@ -5,7 +5,7 @@ inheritance are not in the manifest format. Running a template is bounded in ste
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -147,6 +147,18 @@ class _TemplateCompiler(Compiler):
         self.template = name
         self.line = 1
         self.nesting = 0
+        self.sets = 0
+        """The statements so far that set a name."""
+        self.counts = 0
+        """The times so far that `loop` is read."""
+
+    def _name(self, node: nodes.Name) -> Evaluator:
+        self.counts += node.name == "loop"
+        return super()._name(node)
+
+    def optional(self, node: nodes.Expr) -> Evaluator:
+        self.counts += isinstance(node, nodes.Name) and node.name == "loop"
+        return super().optional(node)
 
     def defaulted(self, node: nodes.Expr) -> Evaluator:
         return self.optional(node)
@@ -247,16 +259,15 @@ class _TemplateCompiler(Compiler):
     def _do_for(self, node: nodes.For) -> Statement:
         if node.recursive:
             raise ExpressionError("recursive loops are not in the manifest format")
-        items, body = self.compile(node.iter), self.block(node.body)
+        items, before = self.compile(node.iter), (self.sets, self.counts)
+        body = self.block(node.body)
+        # What an iteration sets is gone in the next: each has a scope of its own, if it sets any.
+        shared, counted = self.sets == before[0], self.counts > before[1]
         assign = self._target(node.target)
         size = self.size
         keep = self.compile(node.test) if node.test is not None else None
         size = self.size - size + 1
         otherwise = self.block(node.else_)
-
-        # What an iteration sets is gone in the next: each has a scope of its own, if it sets any.
-        shared = not _has(node.body, nodes.Assign, nodes.AssignBlock, nodes.Macro)
-        counted = any(name.name == "loop" for name in _all(node.body, nodes.Name))
 
         def loop(scope: dict[str, Any], output: Output) -> None:
             elements = _elements(items(scope))
@@ -282,12 +293,14 @@ class _TemplateCompiler(Compiler):
         return loop
 
     def _do_assign(self, node: nodes.Assign) -> Statement:
+        self.sets += 1
         value, assign = self.compile(node.node), self._target(node.target)
         return lambda scope, output: assign(scope, value(scope))
 
     def _do_assignblock(self, node: nodes.AssignBlock) -> Statement:
         if node.filter is not None:
             raise ExpressionError("filters on a set block are not in the manifest format")
+        self.sets += 1
         body, assign = self.block(node.body), self._target(node.target)
 
         def run(scope: dict[str, Any], output: Output) -> None:
@@ -311,6 +324,7 @@ class _TemplateCompiler(Compiler):
         return run
 
     def _do_macro(self, node: nodes.Macro) -> Statement:
+        self.sets += 1
         make = self._function(node, node.name)
 
         def define(scope: dict[str, Any], output: Output) -> None:
@@ -394,18 +408,6 @@ class _TemplateCompiler(Compiler):
             case _:
                 raise ExpressionError(f"cannot assign to {type(node).__name__}")
         return assign
-
-
-def _all(body: Sequence[nodes.Node], *kinds: type[nodes.Node]) -> Iterator[Any]:
-    """All nodes of some kinds in a body."""
-    for node in body:
-        if isinstance(node, kinds):
-            yield node
-        yield from node.find_all(kinds)
-
-
-def _has(body: Sequence[nodes.Node], *kinds: type[nodes.Node]) -> bool:
-    return next(_all(body, *kinds), None) is not None
 
 
 def _elements(value: Any) -> Sequence[Any]:
