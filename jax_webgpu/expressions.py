@@ -265,10 +265,12 @@ class Compiler:
         return self.compile(node)
 
     def _getattr(self, node: nodes.Getattr) -> Evaluator:
-        known = {*self.derived}
-        of, key = self.compile(node.node), node.attr
+        key = node.attr
         if isinstance(node.node, nodes.Name) and node.node.name == "derive":
-            self.derived = known | {key}
+            self.derived.add(key)
+            self.names.add("derive")
+            return lambda scope: values.lookup(scope["derive"], key)
+        of = self.compile(node.node)
         lookup = values.lookup
 
         def member(scope: Scope) -> Any:

@@ -132,10 +132,12 @@ PIECES = st.sampled_from(
     """{% if a %}|{% elif b, %}|{% else %}|{% endif %}|{% if a if b else c %}|
 |{% if (a if b else c) %}|{% for i in a %}|{% for i, j in a if b %}|{% for (i, j) in a: %}
 |{% endfor %}|{% for i.b in a %}|{% for i in a recursive %}|{{a}}|{{ a, b }}|{{ a if b else c }}
-|{{ }}|{{ {'a': {}} }}|{{a}}}|{% set a = b %}|{% set a, b.c = 1, 2 %}|{% set a %}|{% set a|upper %}|{% endset %}
+|{{ }}|{{ {'a': {}} }}|{{a}}}
+|{% set a = b %}|{% set a, b.c = 1, 2 %}|{% set a %}|{% set a|upper %}|{% endset %}
 |{% set a.b = 1, %}|{% macro m(x, y=1) %}|{% macro m() -%}|{% endmacro %}|{% call m() %}
 |{% call(a) m(b) %}|{% endcall %}|{% call m %}|{% with a = b, c = d %}|{% with %}
-|{% with a.b = c %}|{% endwith %}|{% print a, b %}|{% include 'a' %}|{% do a %}|{% raw %}|{% raw -%}|{%- endraw +%}|{% endraw %}
+|{% with a.b = c %}|{% endwith %}
+|{% print a, b %}|{% include 'a' %}|{% do a %}|{% raw %}|{% raw -%}|{%- endraw +%}|{% endraw %}
 |{%- if a -%}|{%+ if a +%}|{{- a -}}|{{+ a }}|{# c #}|{#- c -#}|{#+ c +#}|{% endif%}| |  |x|
 |y z|\t|{|{{|{%|}}|%}|#}|{#|{% endfor -%}|{%- else +%}|'|"|{{ '%}' }}|{% if '}}' %}|{{ [a }}
 |{% set x = {'a': '}}'} %}|{{ a\r\n}}|\r\n|{% if true %}|{% set true = 1 %}|{% print %}|{% 5 %}
