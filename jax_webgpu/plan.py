@@ -348,40 +348,32 @@ class _Step:
         self.step = step
         self.label = f"{planner.where}.{step.id}"
         self.template = planner.resolved.spec.templates[step.shader]
-        self.names = planner.names
         self.changing = {*loops}
         """The names that may have another value in another turn."""
+        names = [name for name, _ in step.derive]
+        # Whether each derived value has a name of its own, which those before it do not read.
+        self.plain = planner.names.keys().isdisjoint([*names, *loops]) and not any(
+            reads(value) & {*names[at:]} for at, (_, value) in enumerate(step.derive)
+        )
+        self.derived = [each for each in step.derive if self._differs(*each) or not self.plain]
+        """What is derived in every turn, the rest only once."""
+        self.names = extend(planner.names, [e for e in step.derive if e not in self.derived])
         self.watched = dict[object, tuple[str, ...]]()
         self.made = dict[object, Any]()
-        self.kept = dict[str, Any]()
-        """The derived values that are the same in every turn."""
-        self.derived = self._derived()
         self.bound = dict[str, Bound]()
         self.rebound = list(step.bindings)
+        """The bindings that may be another than in the last turn."""
+
+    def _differs(self, name: str, value: Value) -> bool:
+        """Whether a derived value may be another in another turn; notes it if so."""
+        differs = self.changes(reads(value))
+        if differs or not self.plain:
+            self.changing.add(name)
+        return differs
 
     def changes(self, names: frozenset[str]) -> bool:
         """Whether what reads these names may differ from turn to turn."""
         return bool(self.changing) and not (self.changing.isdisjoint(names) and EVERY not in names)
-
-    def _derived(self) -> tuple[tuple[str, Value], ...]:
-        """What is derived in every turn; what would come out the same is in `kept`.
-
-        Only where none has the name of another value: an earlier one may read that.
-        """
-        names = [name for name, _ in self.step.derive]
-        plain = self.planner.names.keys().isdisjoint(names) and not any(
-            reads(value) & {*names[at:]} for at, (_, value) in enumerate(self.step.derive)
-        )
-        again = []
-        for name, value in self.step.derive:
-            if self.changes(reads(value)) or not plain:
-                self.changing.add(name)
-                again.append((name, value))
-        if len(again) < len(names):
-            once = [each for each in self.step.derive if each[0] not in self.changing]
-            names_ = extend(self.planner.names, once)
-            self.kept = {name: names_[name] for name, _ in once}
-        return tuple(again)
 
     def plan(self, loops: Mapping[str, Any]) -> PassPlan | None:
         """The dispatch in one turn of the groups around it; None if there is nothing to do."""
@@ -392,7 +384,6 @@ class _Step:
             return None
         for each in self.rebound:
             self.bound[each.name] = self._once(each.name, each.reads, self._bind, each)
-        # From now on those alone that may be another in the next turn.
         self.rebound = [each for each in self.rebound if self.watched[each.name]]
         bindings = tuple(self.bound.values())
         types = tuple([bound.type for bound in bindings])
@@ -406,12 +397,11 @@ class _Step:
         return found
 
     def _enter(self, loops: Mapping[str, Any]) -> None:
-        """Makes the scope of a turn."""
-        outside = self.planner.names
-        self.names = names = {**outside, **loops, **self.kept}
-        if self.step.derive:
-            names["derive"] = {**outside["derive"], **self.kept}
-            derive(names, self.derived)
+        """Makes the scope that of a turn: the last turn's, if nothing of that can show."""
+        if not self.plain:
+            self.names = extend(self.planner.names, ())
+        self.names.update(loops)
+        derive(self.names, self.derived)
 
     def _once(self, what: object, reads: frozenset[str], make: Callable[..., T], *given: Any) -> T:
         """What `make` gives, or gave before with the same values in all that it reads.

@@ -4,7 +4,9 @@ Nothing here knows an operator. Every error gives the file and the JSON path. Th
 published WebGPU-kernel manifest's, spec 2.1.
 """
 
+import contextlib
 import functools
+import gc
 import hashlib
 import math
 import re
@@ -320,11 +322,28 @@ def loads(data: bytes, manifest: Path, shaders: Shaders, overlay: bytes = b"{}")
     if found is None:
         reader = _Reader(data + overlay, manifest, read)
         try:
-            found = reader.spec(document.parse(data, overlay, manifest))
+            with _uncollected():
+                found = reader.spec(document.parse(data, overlay, manifest))
         except RecursionError:
             raise SpecError(f"{manifest}: $: nested too deeply") from None
         _kept.keep(key, found, reader.sources)
     return found if found.path == manifest else replace(found, path=manifest)
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Keeps Python from looking for garbage.
+
+    So many objects are made, none of them in vain, that it would go through all of the process
+    again and again; in one that has JAX this may take longer than loading itself.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 class _Kept:
