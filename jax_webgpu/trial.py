@@ -21,6 +21,7 @@ import numpy as np
 from jax_webgpu import device, dtypes, plan, runtime, spec, variants
 from jax_webgpu.capabilities import IDEAL
 from jax_webgpu.errors import CallError, DeviceError, JaxWebGPUError, SpecError
+from jax_webgpu.folder import Folder
 from jax_webgpu.resolve import Resolved, Tensor, resolve
 from jax_webgpu.spec import Spec
 
@@ -106,14 +107,16 @@ class Result:
         return f"{self.case}: {self.status}" + (f": {self.detail}" if self.detail else "")
 
 
-def run(folder: Path) -> Iterator[Result]:
+def run(files: Folder) -> Iterator[Result]:
     """Runs the cases of a kernel folder one by one on this process's device.
 
     Raises:
       SpecError: manifest or tests are not in the format; before the first case runs.
       AdapterError: there is no device.
     """
-    operator, cases = spec.load(folder / "manifest.json"), read(folder)
+    manifest = files.read_bytes("manifest.json")
+    operator = spec.loads(manifest, files.path / "manifest.json", files.read_bytes)
+    cases = read(files)
     return (attempt(operator, case) for case in cases)
 
 
@@ -227,17 +230,15 @@ def _agrees(result: np.ndarray, values: np.ndarray, expected: Array) -> np.ndarr
 # ---- reading ------------------------------------------------------------------------------------
 
 
-def read(folder: Path) -> tuple[Case, ...]:
+def read(files: Folder) -> tuple[Case, ...]:
     """The cases of `test.json` in a kernel folder.
 
     Raises:
       SpecError: there is no such file, or it is not in the format; the text gives the JSON path.
     """
-    file = folder / "test.json"
+    file, data = files.path / "test.json", files.read_bytes("test.json")
     try:
-        document = json.loads(file.read_bytes(), parse_constant=_refuse)
-    except OSError as error:
-        raise SpecError(f"{file}: {error.strerror or error}") from None
+        document = json.loads(data, parse_constant=_refuse)
     except ValueError as error:  # not JSON: the text gives line and column
         raise SpecError(f"{file}: {error}") from None
     except RecursionError:

@@ -16,14 +16,14 @@ import types
 import numpy as np
 import pytest
 
-from jax_webgpu import capabilities, device, plan, runtime, spec, trial, variants
+from jax_webgpu import capabilities, device, folder, plan, runtime, spec, trial, variants
 from jax_webgpu.errors import CallError, DeviceError
 from jax_webgpu.resolve import Tensor, resolve
 
 ROOT = pathlib.Path(__file__).parents[1] / "examples" / "kernels"
 NAMES = ("add", "gelu", "matmul", "rms_norm", "scan", "softmax")
 SPECS = {name: spec.load(ROOT / name / "manifest.json") for name in NAMES}
-CASES = {name: trial.read(ROOT / name) for name in NAMES}
+CASES = {name: trial.read(folder.read(ROOT / name)) for name in NAMES}
 DEVICES = tuple(capabilities.PRESETS[name] for name in ("floor", "swiftshader", "apple-m"))
 
 each_kernel = pytest.mark.parametrize("name", NAMES)
@@ -114,9 +114,9 @@ def test_plans_of_devices_on_paper(name, preset, monkeypatch):
         halves = any(array.tensor.dtype == "float16" for array in arrays)
         if halves and not preset.has("shader-f16"):
             with pytest.raises(DeviceError, match=r"f16Ok\(dtypes"):
-                plan.make.__wrapped__(call, preset)
+                plan._plan(call, preset)
             continue
-        planned = plan.make.__wrapped__(call, preset)  # past the cache
+        planned = plan._plan(call, preset)  # past the cache
         assert planned.unwritten == ()
         assert bool(planned.passes) == all(case.outputs["y"].tensor.shape)
         for each in planned.passes:

@@ -145,7 +145,7 @@ import pathlib, sys
 
 import jax_webgpu
 
-assert "wgpu" not in sys.modules
+assert not {"wgpu", "huggingface_hub"} & sys.modules.keys()
 maps = pathlib.Path("/proc/self/maps")
 assert not maps.exists() or "libvulkan" not in maps.read_text()
 
@@ -282,6 +282,10 @@ def test_jinja_parses_expressions_and_templates_and_nothing_else():
     assert importers("jinja2") == {"expressions", "templates"}
 
 
+def test_one_module_imports_the_hub_s_client():
+    assert importers("huggingface_hub") == {"hub"}
+
+
 def test_jax_is_imported_by_what_calls_it_alone():
     assert {module for module in importers("jax", "jaxlib") if layer(module) < 2} == set()
 
@@ -302,7 +306,8 @@ def test_imports_make_no_circle():
 
 def test_what_is_imported_is_declared():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    declared = {requirement.split(">=")[0] for requirement in project["dependencies"]}
+    requirements = project["dependencies"] + project["optional-dependencies"]["hub"]
+    declared = {requirement.split(">=")[0] for requirement in requirements}
     imported = {name.split(".")[0] for names in IMPORTS.values() for name in names}
 
     assert imported - set(sys.stdlib_module_names) - {"jax_webgpu"} <= declared

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_webgpu import primitive, spec
+from jax_webgpu import folder, hub, primitive
 from jax_webgpu.capabilities import Capabilities
 from jax_webgpu.describe import describe
 from jax_webgpu.errors import CallError, DerivativeError, DTypeError
@@ -21,15 +21,18 @@ from jax_webgpu.ops.common import array
 from jax_webgpu.primitive import Call
 from jax_webgpu.resolve import Pairs, Resolved, Tensor, checked_tunables, resolve
 from jax_webgpu.runtime import Operator
-from jax_webgpu.spec import Spec
+from jax_webgpu.spec import Spec, loads
 from jax_webgpu.values import UNDEFINED
 
+MANIFEST = "manifest.json"
 VMAP_METHODS = ("sequential", "expand_dims", "broadcast_all")
 
 
 def load_kernel(
     source: str | os.PathLike[str],
     *,
+    version: int | None = None,
+    revision: str | None = None,
     vmap_axis: int | Mapping[str, int] | None = None,
     vmap_method: str | None = None,
     tunables: Mapping[str, Any] | None = None,
@@ -37,7 +40,11 @@ def load_kernel(
     """Loads a kernel folder: a ``manifest.json`` and the WGSL templates that it names.
 
     Args:
-      source: the folder.
+      source: a folder; or, where there is none of this name, the id of a repository of the type
+        "kernel" on the Hugging Face Hub, which needs the extra ``hub``. Where the folder has a
+        ``metadata.json``, the files must have the digests that it lists.
+      version: of a repository's contract, such as 1.
+      revision: in place of a version, the 40 digits of a commit.
       vmap_axis: the axis of every input and output along which the kernel makes no difference
         between one array and several one behind the other; or, by port name, that of some inputs
         and of every output. `jax.vmap` then makes one call, with the batch folded into this axis.
@@ -52,18 +59,29 @@ def load_kernel(
       A function of JAX arrays.
 
     Raises:
-      SpecError: the folder is not in the format; the message gives file and JSON path or line.
+      SpecError: the folder is not in the format, or a file has not the digest that its metadata
+        lists; the message gives file and JSON path or line.
       ValueError: there is no such folder, or an argument does not fit.
+      HubError: the Hub cannot be reached, or has no such kernel.
+      MissingExtraError: the Hub's client is not installed.
     """
+    files = open_folder(source, version=version, revision=revision)
+    options = {"vmap_axis": vmap_axis, "vmap_method": vmap_method, "tunables": dict(tunables or {})}
+    return Kernel(files.read_bytes(MANIFEST), files.read_bytes, files.path, options)
+
+
+def open_folder(
+    source: str | os.PathLike[str], *, version: int | None = None, revision: str | None = None
+) -> folder.Folder:
+    """The verified files of a folder here or on the Hub; see `load_kernel`."""
     path = Path(source)
-    if not path.is_dir():
-        raise CallError(f"there is no kernel folder {os.fspath(source)}")
-    return Kernel(
-        spec.load(path / "manifest.json"),
-        vmap_axis=vmap_axis,
-        vmap_method=vmap_method,
-        tunables=tunables or {},
-    )
+    if path.is_dir():
+        return folder.read(path)
+    given = os.fspath(source)
+    if version is None and revision is None and not re.fullmatch(r"[\w.-]+/[\w.-]+", given):
+        raise CallError(f"there is no kernel folder {given}")
+    fetched = hub.fetch(given, version=version, revision=revision)
+    return folder.read(fetched, fetched=True)
 
 
 class Kernel:
@@ -81,19 +99,19 @@ class Kernel:
 
     def __init__(
         self,
-        spec: Spec,
-        *,
-        vmap_axis: int | Mapping[str, int] | None,
-        vmap_method: str | None,
-        tunables: Mapping[str, Any],
+        manifest: bytes,
+        templates: Callable[[str], bytes],
+        path: Path,
+        options: Mapping[str, Any],
     ):
-        self.spec = spec
-        self.vmap_axes = _vmap_axes(spec, vmap_axis)
-        self.vmap_method = vmap_method or "sequential"
+        self.spec = spec = loads(manifest, path / MANIFEST, templates)
+        self.vmap_axes = _vmap_axes(spec, options["vmap_axis"])
+        self.vmap_method = options["vmap_method"] or "sequential"
         if self.vmap_method not in VMAP_METHODS:
             expected = ", ".join(VMAP_METHODS)
-            raise CallError(f"vmap_method is {vmap_method!r}; expected one of {expected}")
-        self.tunables = checked_tunables(spec, tunables)
+            raise CallError(f"vmap_method is {self.vmap_method!r}; expected one of {expected}")
+        self.tunables = checked_tunables(spec, options["tunables"])
+        self._made_from = manifest, path, options
         self._jvp: Callable[..., Any] | None = None
         self._vjp: tuple[Callable[..., Any], Callable[..., Any]] | None = None
         self._transpose: Callable[..., Any] | None = None
@@ -104,6 +122,12 @@ class Kernel:
 
     def __repr__(self) -> str:
         return f"<kernel {self.spec!r}>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled with the files' contents: another process needs no folder."""
+        texts = {name: each.source.encode() for name, each in self.spec.templates.items()}
+        rules = {name: getattr(self, name) for name in _RULES}
+        return _unpickled, (*self._made_from, texts), rules
 
     def __get__(self, instance: Any, owner: type | None = None) -> "Kernel":
         """Itself, as the member of a class; it makes `help` take a kernel for a function."""
@@ -197,6 +221,15 @@ class Kernel:
         """
         self._reference = function
         return function
+
+
+_RULES = ("_jvp", "_vjp", "_transpose", "_reference")
+
+
+def _unpickled(
+    manifest: bytes, path: Path, options: Mapping[str, Any], texts: Mapping[str, bytes]
+) -> Kernel:
+    return Kernel(manifest, texts.__getitem__, path, options)
 
 
 # ---- checks -------------------------------------------------------------------------------------
