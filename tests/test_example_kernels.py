@@ -23,10 +23,15 @@ from jax_webgpu.resolve import Tensor, resolve
 ROOT = pathlib.Path(__file__).parents[1] / "examples" / "kernels"
 NAMES = ("add", "gelu", "matmul", "rms_norm", "scan", "softmax")
 SPECS = {name: spec.load(ROOT / name / "manifest.json") for name in NAMES}
-CASES = {name: trial.read(folder.read(ROOT / name)) for name in NAMES}
 DEVICES = tuple(capabilities.PRESETS[name] for name in ("floor", "swiftshader", "apple-m"))
 
 each_kernel = pytest.mark.parametrize("name", NAMES)
+
+
+@functools.cache
+def cases(name):
+    """Those of a folder's `test.json`."""
+    return trial.read(folder.read(ROOT / name))
 
 
 def resolved(name, *arrays, tunables=None, **attributes):
@@ -95,7 +100,7 @@ def test_tests_are_those_that_the_script_writes(name):
 
 @each_kernel
 def test_cases_pass_and_reach_every_variant(name):
-    results = [trial.attempt(SPECS[name], case) for case in CASES[name]]
+    results = [trial.attempt(SPECS[name], case) for case in cases(name)]
 
     assert [str(each) for each in results if each.status != trial.Status.PASSED] == []
     assert [str(each) for each in results if each.detail] == []
@@ -107,7 +112,7 @@ def test_cases_pass_and_reach_every_variant(name):
 def test_plans_of_devices_on_paper(name, preset, monkeypatch):
     """Each case is planned, its templates without undefined names; or needs f16 in vain."""
     monkeypatch.setattr(plan, "render", functools.partial(plan.render, strict=True))
-    for case in CASES[name]:
+    for case in cases(name):
         tensors = {port: array.tensor for port, array in case.inputs.items()}
         call = resolve(SPECS[name], tensors, attributes=case.attributes, tunables=case.tunables)
         arrays = [*case.inputs.values(), *case.outputs.values()]
