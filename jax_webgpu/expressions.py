@@ -28,6 +28,9 @@ Evaluator = Callable[[Scope], Any]
 # Deeper trees are refused, so that walking one never overflows Python's stack.
 MAX_DEPTH = 200
 
+# Among the names that an expression reads, for all derived values.
+EVERY = "*"
+
 
 @dataclass(frozen=True)
 class Expression:
@@ -37,9 +40,9 @@ class Expression:
     node: nodes.Expr = field(compare=False, repr=False)
     evaluator: Evaluator = field(compare=False, repr=False)
     names: frozenset[str] = field(compare=False, repr=False)
-    """Bare names that must exist where it is evaluated."""
-    derived: frozenset[str] = field(compare=False, repr=False)
-    """The NAMEs read as `derive.NAME`."""
+    """Bare names that must exist where it is evaluated: it does not ask whether they do."""
+    reads: frozenset[str] = field(compare=False, repr=False)
+    """All that it may read: bare names and the NAMEs of `derive.NAME`; `EVERY` for any of these."""
 
     def __call__(self, scope: Scope) -> Any:
         """Evaluates in `scope`; raises `ExpressionError`."""
@@ -114,8 +117,9 @@ def _tokens(text: str) -> Iterator[tuple[int, str, str]]:
 def _expression(node: nodes.Expr, text: str | None = None) -> Expression:
     compiler = Compiler()
     evaluator = compiler.compile(node)
-    names, derived = frozenset(compiler.names), frozenset(compiler.derived)
-    return Expression(source(node) if text is None else text, node, evaluator, names, derived)
+    names = frozenset(compiler.names - compiler.tested)
+    reads = frozenset(compiler.names | compiler.tested | compiler.derived)
+    return Expression(source(node) if text is None else text, node, evaluator, names, reads)
 
 
 def _attempt(node: nodes.Expr, scope: Scope) -> str:
@@ -223,9 +227,11 @@ class Compiler:
     def __init__(self, lenient: bool = False):
         self.lenient = lenient
         self.names: set[str] = set()
-        """Bare names, without those that are only tested for being defined."""
+        """Bare names that are read."""
+        self.tested: set[str] = set()
+        """Bare names that are asked to be defined; elsewhere they may be read too."""
         self.derived: set[str] = set()
-        """The NAMEs of `derive.NAME`."""
+        """The NAMEs of `derive.NAME`; `EVERY` where which one is not known."""
         self._depth = 0
 
     def compile(self, node: nodes.Node) -> Evaluator:
@@ -247,6 +253,8 @@ class Compiler:
     def _name(self, node: nodes.Name) -> Evaluator:
         name = node.name
         self.names.add(name)
+        if name == "derive":
+            self.derived.add(EVERY)
         if self.lenient:
             return lambda scope: scope.get(name, UNDEFINED)
 
@@ -261,6 +269,7 @@ class Compiler:
     def optional(self, node: nodes.Expr) -> Evaluator:
         """As `compile`, for a place where a bare name may be missing."""
         if isinstance(node, nodes.Name):
+            self.tested.add(node.name)
             return lambda scope: scope.get(node.name, UNDEFINED)
         return self.compile(node)
 
@@ -269,9 +278,10 @@ class Compiler:
         return self.compile(node)
 
     def _getattr(self, node: nodes.Getattr) -> Evaluator:
+        known = {*self.derived}
         of, key = self.compile(node.node), node.attr
         if isinstance(node.node, nodes.Name) and node.node.name == "derive":
-            self.derived.add(key)
+            self.derived = known | {key}
         return lambda scope: values.lookup(of(scope), key)
 
     def _getitem(self, node: nodes.Getitem) -> Evaluator:

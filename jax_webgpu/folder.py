@@ -24,6 +24,7 @@ import base64
 import binascii
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +33,7 @@ from typing import Any
 from jax_webgpu.errors import SpecError
 
 METADATA = "metadata.json"
+KEYS = ("digest", "digests", "sha256", "files")
 
 # Manifests run to 300 KiB and templates to 50; the rest is room for a `test.json` with its arrays.
 MAX_BYTES = 64 * 2**20
@@ -123,7 +125,7 @@ def parse(metadata: bytes, where: object) -> dict[str, bytes]:
         document = json.loads(metadata, object_pairs_hook=_members)
         if not isinstance(document, dict):
             raise SpecError("expected an object")
-        tables = {key: _table(document.get(key)) for key in _KEYS}
+        tables = {key: _table(document.get(key)) for key in KEYS}
         places = [key for key, table in tables.items() if table]
         if len(places) > 1:
             raise SpecError(f"digests under both {' and '.join(places)}")
@@ -139,20 +141,18 @@ def parse(metadata: bytes, where: object) -> dict[str, bytes]:
 
 def check_name(name: str, where: object) -> str:
     """The name itself if it is a path that stays in its folder, else a `SpecError`."""
-    outside = any(part in ("", ".", "..") for part in name.split("/"))
-    if outside or {*name} & {*"\\:"} or not name.isprintable():
+    right = name.isprintable() and not {*name} & {*"\\:"}
+    if not right or any(part in ("", ".", "..") for part in name.split("/")):
         raise SpecError(f"{where}: {name!r} is not the name of a file in the folder")
     return name
 
 
-_KEYS = ("digest", "digests", "sha256", "files")
-
-
 def _members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object, in which a file cannot be listed twice."""
+    """What a JSON object or a list names, each once."""
     result = dict(pairs)
     if len(result) < len(pairs):
-        raise SpecError(f"a key stands twice in one object: {', '.join(n for n, _ in pairs)}")
+        ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)
+        raise SpecError(f"{twice!r} stands twice")
     return result
 
 
@@ -163,14 +163,15 @@ def _table(value: Any) -> dict[str, Any]:
         if algorithm not in ("sha256", "SHA256"):
             raise SpecError(f"the digests' algorithm is {algorithm!r}; expected 'sha256'")
         value = value["files"]
-    if isinstance(value, list):
+    pairs: list[tuple[str, Any]] = []
+    if isinstance(value, dict):
+        pairs = [*value.items()]
+    elif isinstance(value, list):
         entries = [each for each in value if isinstance(each, dict)]
-        value = _members([(str(each.get("path", each.get("name"))), each) for each in entries])
-    if not isinstance(value, dict):
-        return {}
-    texts = {n: each.get("sha256") if isinstance(each, dict) else each for n, each in value.items()}
+        pairs = [(str(each.get("path", each.get("name", ""))), each) for each in entries]
+    texts = [(n, each.get("sha256") if isinstance(each, dict) else each) for n, each in pairs]
     # One value that is a digest tells digests from, say, sizes or paths.
-    return texts if any(map(_decoded, texts.values())) else {}
+    return _members(texts) if any(_decoded(text) for _, text in texts) else {}
 
 
 def _decoded(text: Any) -> bytes | None:

@@ -92,10 +92,10 @@ class _Repository:
             case errors.LocalEntryNotFoundError() if self.client.is_offline_mode():
                 return "it is not in the cache, and HF_HUB_OFFLINE is set"
             case errors.LocalEntryNotFoundError():
-                return f"it is not in the cache, and the Hub does not answer: {error.__cause__!r}"
+                return f"it is not in the cache, nor to be had: {_line(error.__cause__ or error)}"
             case errors.EntryNotFoundError():
                 return f"there is no such file in {FOLDER}/"
-        return f"{type(error).__name__}: {' '.join(str(error).split())}"
+        return _line(error)
 
     def versions(self) -> str:
         """The repository's versions, as far as the Hub tells."""
@@ -107,6 +107,10 @@ class _Repository:
             names = [each.name for each in refs.branches]
         numbers = sorted(int(name[1:]) for name in names if re.fullmatch(r"v[1-9][0-9]{0,8}", name))
         return ", ".join(map(str, numbers)) or "unknown"
+
+
+def _line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def _repository(repo_id: Any, version: Any, revision: Any) -> _Repository:

@@ -10,7 +10,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,8 +29,9 @@ SCOPE_NAMES = frozenset(
 # An expression, a scalar, or lists and objects of these.
 Value = Any
 
-# Where templates come from: a folder, or what gives the bytes of a file by its name.
 Shaders = Path | Callable[[str], bytes]
+
+_NONE = frozenset[str]()
 
 
 @dataclass(frozen=True)
@@ -43,10 +44,13 @@ class Port:
     optional: bool
     shape: Value | None
     storage: str | None
+    """The 32-bit dtype that int64 has in a buffer, and other whole numbers too."""
     narrowing: str | None
+    """What becomes of values that `storage` does not hold: ``checked`` or ``saturating``."""
     onnx: str | None
     description: str
-    rank: Value | None = None
+    rank: Any = None
+    """Documents; nothing holds a call to it."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +97,18 @@ class Binding:
     element_type: str | None
     length: Value | None
     struct: tuple[StructField, ...] | None
-    struct_name: str
+    struct_name: str | None
+    """The WGSL type's name; None where there is no struct."""
+
+    @property
+    def is_uniform(self) -> bool:
+        return self.buffer == "uniform" or (self.buffer is None and self.struct is not None)
+
+    @functools.cached_property
+    def reads(self) -> frozenset[str]:
+        """The names that it may read."""
+        values = [self.length, *(each.value for each in self.struct or ())]
+        return reads(tuple(values)) | {(self.element_type or "").removeprefix("$")}
 
 
 @dataclass(frozen=True)
@@ -107,6 +122,12 @@ class Dispatch:
     workgroup_size: Value = None
     workgroups: Value = None
 
+    @functools.cached_property
+    def reads(self) -> frozenset[str]:
+        """The names that it may read."""
+        sizes = (self.x, self.y, self.z, self.threads, self.workgroup_size, self.workgroups)
+        return reads(sizes)
+
 
 @dataclass(frozen=True)
 class Pass:
@@ -118,6 +139,13 @@ class Pass:
     dispatch: Dispatch
     view_alias: tuple[tuple[str, str], ...]
     """Pairs of WGSL names; the pass is skipped when each pair is one buffer already."""
+
+    @functools.cached_property
+    def is_view(self) -> bool:
+        """Whether every pair of `view_alias` is one array, so that nothing is left to do."""
+        sources = {binding.name: binding.source for binding in self.bindings}
+        pairs = [(sources[read], sources[written]) for read, written in self.view_alias]
+        return bool(pairs) and all(read and read == written for read, written in pairs)
 
 
 @dataclass(frozen=True)
@@ -161,6 +189,31 @@ class Variant:
     intermediates: tuple[Intermediate, ...]
     passes: tuple[Pass | Repeat, ...]
 
+    @functools.cached_property
+    def every_pass(self) -> tuple[Pass, ...]:
+        """Each pass once, those of repeat groups too."""
+
+        def walk(entries: tuple[Pass | Repeat, ...]) -> Iterator[Pass]:
+            for entry in entries:
+                if isinstance(entry, Repeat):
+                    yield from walk(entry.passes)
+                else:
+                    yield entry
+
+        return tuple(walk(self.passes))
+
+    @functools.cached_property
+    def most_bound(self) -> dict[str, int]:
+        """The most bindings of each kind in any pass, by the name of the limit for it."""
+        uniforms, others = [0], [0]
+        for each in self.every_pass:
+            uniforms.append(sum(binding.is_uniform for binding in each.bindings))
+            others.append(len(each.bindings) - uniforms[-1])
+        return {
+            "maxStorageBuffersPerShaderStage": max(others),
+            "maxUniformBuffersPerShaderStage": max(uniforms),
+        }
+
 
 @dataclass(frozen=True, eq=False)
 class Spec:
@@ -193,8 +246,26 @@ class Spec:
     def __repr__(self) -> str:
         return f"{self.domain}.{self.name}"
 
+    @functools.cached_property
+    def of_device(self) -> frozenset[str]:
+        """The names in scope whose values may differ from device to device."""
+        found = {"device", "f16Ok", expressions.EVERY}
+        for name, value in self.derive.items():
+            if reads(value) & found:
+                found.add(name)
+        return frozenset(found)
+
+    @functools.cached_property
+    def ranked(self) -> tuple[Variant, ...]:
+        """The variants by priority, the highest first, ties in the manifest's order."""
+        return tuple(sorted(self.variants, key=lambda variant: -variant.priority))
+
+    @functools.cached_property
+    def _by_id(self) -> dict[str, Variant]:
+        return {variant.id: variant for variant in self.variants}
+
     def variant(self, id: str) -> Variant:
-        return next(variant for variant in self.variants if variant.id == id)
+        return self._by_id[id]
 
 
 def load(manifest: Path, shaders: Path | None = None, overlay: Path | None = None) -> Spec:
@@ -218,7 +289,10 @@ def load(manifest: Path, shaders: Path | None = None, overlay: Path | None = Non
 
 
 def loads(data: bytes, manifest: Path, shaders: Shaders, overlay: bytes = b"{}") -> Spec:
-    """As `load`, from the files' bytes; `manifest` is only the name in messages."""
+    """As `load`, from the files' bytes; `manifest` is only the name in messages.
+
+    `shaders` is the folder of the templates, or gives a template's bytes by its name.
+    """
     try:
         root = _Node(_overlaid(_document(data), _document(overlay)), manifest)
         data += overlay
@@ -370,6 +444,15 @@ class _Node:
             raise self.fail(f"expected one of {', '.join(choices)}, got {self.value!r}")
         return self.value
 
+    def identifier(self) -> str:
+        """A string that WGSL takes for a name."""
+        self.check_identifier(self.text())
+        return self.value
+
+    def check_identifier(self, name: str) -> None:
+        if not name.isidentifier() or name == "_" or name.startswith("__"):
+            raise self.fail(f"{name[:80]!r} is no name in WGSL")
+
     def boolean(self) -> bool:
         if not isinstance(self.value, bool):
             raise self.wrong("a boolean")
@@ -418,6 +501,13 @@ class _Node:
                 return {key: node.derived(names) for key, node in self.members().items()}
         return self.value
 
+    def documented(self) -> Any:
+        """What no rule of the format holds a call to: an expression if it is one, else itself."""
+        try:
+            return self.derived(None)
+        except SpecError:
+            return self.value
+
     def amount(self, names: frozenset[str] | None) -> Value:
         """An expression or a number."""
         if not isinstance(self.value, str) and not is_number(self.value):
@@ -445,6 +535,18 @@ def evaluate(value: Value, scope: expressions.Scope) -> Any:
     return value
 
 
+def reads(value: Value) -> frozenset[str]:
+    """All the names that the evaluation of a `Value` may read; see `Expression.reads`."""
+    match value:
+        case Expression():
+            return value.reads
+        case tuple():
+            return _NONE.union(*map(reads, value))
+        case dict():
+            return _NONE.union(*map(reads, value.values()))
+    return _NONE
+
+
 def sizes(value: Value, scope: expressions.Scope, name: str) -> tuple[int, ...]:
     """The value of a shape: whole numbers of 0 or more, or an `ExpressionError`."""
     try:
@@ -461,8 +563,6 @@ def sizes(value: Value, scope: expressions.Scope, name: str) -> tuple[int, ...]:
 def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
-
-_NONE = frozenset[str]()
 
 # The keys of a binding and of a struct's field.
 _BINDING = "buffer name arg scratch elementType length structName struct"
@@ -497,8 +597,8 @@ class _Reader:
         inputs = {name: self.port(name, each) for name, each in top.members("inputs").items()}
         outputs = {name: self.port(name, each) for name, each in top.members("outputs").items()}
         for name in inputs.keys() & outputs.keys():
-            if inputs[name].dtype != outputs[name].dtype:
-                raise top.members("outputs")[name].fail(f"the in-out port {name} has two dtypes")
+            node = top.members("outputs")[name]
+            inputs[name], outputs[name] = _in_out(inputs[name], outputs[name], node)
         self.ports = {**inputs, **outputs}
         self.arguments = {n: self.argument(n, each) for n, each in top.members("args").items()}
         attributes = self.attributes(top)
@@ -543,22 +643,24 @@ class _Reader:
             known = ", ".join([*self.variables, *dtypes.TABLE])
             raise keys["dtype"].fail(f"{dtype!r} is no type; known here: {known}")
         storage = keys.read("storage", lambda each: each.text(*dtypes.NARROW), None)
-        if storage and self.variables.get(dtype, (dtype,)) != ("int64",):
+        if storage and "int64" not in self.variables.get(dtype, (dtype,)):
             raise keys["storage"].fail(f"only an int64 port has a storage, and {name} is {dtype}")
+        # A value that does not fit must not wrap silently: checked unless the manifest clamps.
+        narrowing = "checked" if storage else None
         return Port(
             name=name,
             dtype=dtype,
             optional=keys.read("optional", _Node.boolean, False),
             shape=keys.read("shape", lambda each: each.shape(self.names), None),
             storage=storage,
-            narrowing=keys.read("narrowing", lambda n: n.text("checked", "saturating"), None),
+            narrowing=keys.read("narrowing", lambda n: n.text("checked", "saturating"), narrowing),
             onnx=keys.read("onnx", _Node.text, None),
             description=keys.read("description", _Node.text, ""),
-            rank=keys.read("rank", lambda each: each.derived(self.names), None),
+            rank=keys.read("rank", _Node.documented, None),
         )
 
     def argument(self, name: str, node: _Node) -> Argument:
-        keys = node.object("kind", "description required oneOf onnx")
+        keys = node.object("kind", "required oneOf onnx")
         return Argument(
             name=name,
             kind=keys["kind"].text("u32", "i32", "f32", "bool", "string"),
@@ -658,6 +760,8 @@ class _Reader:
         keys = node.object("repeat passes", "id")
         rule = keys["repeat"].object("count index")
         index = rule["index"].text()
+        if index == "derive":
+            raise rule["index"].fail("`derive` is the object of all derived values")
         inside = names | {"repeat", index, f"{index}_count"}
         return Repeat(
             id=keys.read("id", _Node.text, "repeat"),
@@ -681,6 +785,7 @@ class _Reader:
             if binding.name in bindings:
                 raise each.fail(f"two bindings are named {binding.name}")
             bindings[binding.name] = binding
+        bindings = _with_struct_names(keys["bindings"], bindings)
         id = keys.read("id", _Node.text, f"pass_{index}")
         return Pass(
             id=id,
@@ -707,9 +812,9 @@ class _Reader:
         return name
 
     def shader(self, name: str) -> str:
-        if isinstance(self.shaders, Path):
-            return (self.shaders / name).read_text("utf-8")
-        return self.shaders(name).decode("utf-8")
+        folder = self.shaders
+        data = (folder / name).read_bytes() if isinstance(folder, Path) else folder(name)
+        return data.decode("utf-8")
 
     def binding(
         self, node: _Node, names: frozenset[str], scratch: dict[str, Intermediate]
@@ -727,9 +832,10 @@ class _Reader:
             raise node.fail(f"{handle!r} is no binding, port or intermediate: {known}")
         arg = keys.read("arg", _Node.text, "")
         scratch_name = keys.read("scratch", _Node.text, "")
-        name = keys.read("name", _Node.text, "") or handle or arg or scratch_name
+        name = keys.read("name", _Node.identifier, "") or handle or arg or scratch_name
         if not name:
             raise node.fail("a binding needs a name, an arg or a scratch")
+        node.check_identifier(name)
         struct = None
         if "struct" in keys:
             struct = tuple(self.struct_field(each, names) for each in keys["struct"].elements())
@@ -745,19 +851,24 @@ class _Reader:
             element_type=keys.read("elementType", lambda each: self.element(each, names), None),
             length=keys.read("length", lambda each: each.amount(names), None),
             struct=struct,
-            struct_name=keys.read("structName", _Node.text, "Params"),
+            struct_name=keys.read("structName", _Node.identifier, None),
         )
 
     def element(self, node: _Node, names: frozenset[str]) -> str:
         """A WGSL type, or `$` and the name of a type variable or of a derived value."""
         wanted = node.text()
-        if wanted.startswith("$") and wanted[1:] not in {*self.variables, *dtypes.TABLE, *names}:
+        if not wanted.startswith("$"):
+            try:
+                dtypes.wgsl_bytes(wanted)
+            except ValueError as error:
+                raise node.fail(str(error)) from None
+        elif wanted[1:] not in {*self.variables, *dtypes.TABLE, *names}:
             raise node.fail(f"{wanted[1:]!r} is no type variable and no derived value")
         return wanted
 
     def struct_field(self, node: _Node, names: frozenset[str]) -> StructField:
         keys = node.object(*_FIELD)
-        name, required = keys["name"].text(), keys.read("required", _Node.boolean, True)
+        name, required = keys["name"].identifier(), keys.read("required", _Node.boolean, True)
         if required and name not in self.arguments and not keys.keys() & {"value", "default"}:
             raise node.fail(f"{name} has no value, no default, and is no arg")
         return StructField(
@@ -767,6 +878,43 @@ class _Reader:
             default=keys.read("default", _Node.scalar, UNDEFINED),
             required=required,
         )
+
+
+def _in_out(read: Port, written: Port, node: _Node) -> tuple[Port, Port]:
+    """The two sides of an in-out port: they are one array, and lie in one buffer."""
+    if read.dtype != written.dtype:
+        raise node.fail(f"the in-out port {read.name} has two dtypes")
+    storage = read.storage or written.storage
+    if written.storage not in (None, storage):
+        raise node.fail(f"the in-out port {read.name} has two storages")
+    narrowing = read.narrowing or written.narrowing
+    return (
+        replace(read, storage=storage, narrowing=narrowing),
+        replace(written, storage=storage, narrowing=narrowing),
+    )
+
+
+def _with_struct_names(node: _Node, bindings: dict[str, Binding]) -> dict[str, Binding]:
+    """Names the types of a pass's structs: `Params`, or after the binding where there are more.
+
+    Types and variables share one scope in WGSL.
+    """
+    structs = [each for each in bindings.values() if each.struct is not None]
+    named = dict[str, list[tuple[str, str]]]()
+    for each in structs:
+        members = [(field.name, field.type) for field in each.struct or ()]
+        if each.struct_name and named.setdefault(each.struct_name, members) != members:
+            raise node.fail(f"two structs are named {each.struct_name}")
+    taken = {*bindings, *named}
+    nameless = [each for each in structs if each.struct_name is None]
+    result = dict(bindings)
+    for each in nameless:
+        name = "Params" if len(nameless) == 1 else each.name[0].upper() + each.name[1:]
+        while name in taken:
+            name += "_"
+        taken.add(name)
+        result[each.name] = replace(each, struct_name=name)
+    return result
 
 
 def _dtypes(node: _Node) -> tuple[str, ...]:
@@ -798,7 +946,7 @@ def _requires(keys: _Object) -> Requires:
         features=tuple(each.text() for each in keys.elements("features")),
         limits=tuple((name, each.integer()) for name, each in keys.members("limits").items()),
         subgroup_min_size=keys.read("subgroupMinSize", _Node.integer, None),
-        subgroup_matrix_configs="subgroupMatrixConfigs" in keys,
+        subgroup_matrix_configs=keys.read("subgroupMatrixConfigs", lambda n: bool(n.value), False),
     )
 
 

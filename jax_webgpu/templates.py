@@ -54,8 +54,15 @@ class Template:
     body: list[nodes.Node] = field(compare=False, repr=False)
 
     @functools.cached_property
-    def _lenient(self) -> Statement:
-        return _TemplateCompiler(self.name, lenient=True).block(self.body)
+    def _compiled(self) -> tuple[Statement, frozenset[str]]:
+        compiler = _TemplateCompiler(self.name, lenient=True)
+        run = compiler.block(self.body)
+        return run, frozenset(compiler.names | compiler.tested | compiler.derived)
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """The names that it may read, its own among them; see `Expression.reads`."""
+        return self._compiled[1]
 
     @functools.cached_property
     def _strict(self) -> Statement:
@@ -70,7 +77,7 @@ class Template:
         """
         output = Output()
         globals_ = {"range": _range, "namespace": _namespace, **scope}
-        (self._strict if strict else self._lenient)(globals_, output)
+        (self._strict if strict else self._compiled[0])(globals_, output)
         return "".join(output.parts)
 
 
@@ -78,7 +85,7 @@ def parse(name: str, source: str) -> Template:
     """Parses a template; raises `ExpressionError` with template name and line."""
     try:
         template = Template(name, source, _environment.parse(source).body)
-        _ = template._lenient  # compiled here, for its errors
+        _ = template.reads  # compiled here, for its errors
         return template
     except ExpressionError:
         raise

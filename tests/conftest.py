@@ -5,6 +5,7 @@ import subprocess
 import sys
 import textwrap
 import warnings
+from collections import defaultdict
 
 import jax
 import pytest
@@ -20,6 +21,30 @@ jax.config.update("jax_num_cpu_devices", 8)  # for the meshes
 def pytest_configure(config):
     # Warnings are errors. This one is given once a process, to users: the report names the adapter.
     config.addinivalue_line("filterwarnings", "ignore::jax_webgpu.SoftwareAdapterWarning")
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--each",
+        type=int,
+        metavar="N",
+        help="of each test function at most N of its cases, spread evenly over all of them",
+    )
+
+
+def pytest_collection_modifyitems(config, items):
+    most = config.getoption("each")
+    if most is None:
+        return
+    cases = defaultdict(list)
+    for item in items:
+        cases[item.nodeid.partition("[")[0]].append(item)
+    kept = set()
+    for own in cases.values():
+        count = min(most, len(own))
+        kept.update(own[at * len(own) // count] for at in range(count))
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
 
 
 @pytest.hookimpl(wrapper=True)

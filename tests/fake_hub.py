@@ -87,14 +87,16 @@ class Repository:
     requests: list[tuple[str, str]] = field(default_factory=list)
     """Method, and what was asked for: a file's name, or `refs`."""
     tokens: set[str | None] = field(default_factory=set)
-    error: tuple[int, str] | None = None
-    """What every request is answered with: a status and the Hub's code for the error."""
+    error: tuple[int, *tuple[str, ...]] | None = None
+    """What every request is answered with: a status, the Hub's code for the error, its message."""
     sizes: dict[str, int] = field(default_factory=dict)
     """Sizes to give in place of a file's own, to HEAD and to GET."""
     cut: dict[str, int] = field(default_factory=dict)
     """After how many bytes each connection for a file breaks."""
     short: dict[str, int] = field(default_factory=dict)
     """How many bytes GET gives of a file, in place of all that HEAD promised."""
+    next: str = ""
+    """The commit that version 1 moves on to, once its metadata was sent."""
     redirected: bool = False
     """Whether files stand behind a redirect, as on the Hub itself."""
 
@@ -120,14 +122,6 @@ class FakeHub(http.server.ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.repositories: dict[str, Repository] = {}
         self.url = f"http://127.0.0.1:{self.server_port}"
-
-    def repository(self, id: str, files: dict[str, bytes] | None = None) -> Repository:
-        """A new one; `files` are published as version 1."""
-        assert id not in self.repositories
-        result = self.repositories[id] = Repository()
-        if files is not None:
-            result.publish(files)
-        return result
 
     def __enter__(self) -> "FakeHub":
         threading.Thread(target=partial(self.serve_forever, 0.05), daemon=True).start()
@@ -180,6 +174,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         name = name.removeprefix("build/webgpu/")
         size = repository.sizes.get(name, len(data))
         start = int(self.headers.get("range", "bytes=0-").removeprefix("bytes=").rstrip("-"))
+        if self.command == "GET" and name == "metadata.json" and repository.next:
+            repository.branches["v1"] = repository.next
         if self.command == "GET" and name in repository.short:
             data = data[: repository.short[name]]
             size = len(data)
@@ -192,12 +188,18 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             **{"X-Repo-Commit": commit, "Content-Length": str(size - start)},
         )
 
-    def answer(self, status: int, error: str = "", data: bytes | str = b"", **headers: str) -> None:
+    def answer(
+        self,
+        status: int,
+        error: str = "",
+        message: str = "",
+        data: bytes | str = b"",
+        **headers: str,
+    ) -> None:
         if isinstance(data, str):
             data = data.encode()
         headers = {"Content-Length": str(len(data)), "Connection": "close"} | headers
-        if error:
-            headers["X-Error-Code"] = error
+        headers |= {"X-Error-Code": error, "X-Error-Message": message} if status >= 400 else {}
         self.send_response(status)
         for name, value in headers.items():
             self.send_header(name, value)
@@ -236,5 +238,7 @@ def process(hub_url: str, home: Path, **environment: str) -> Iterator[Callable[.
         for name, value in variables.items():
             patch.setenv(name, value)
         spawn = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(1, spawn, initializer=_without_waits) as pool:
-            yield lambda f, *args, **kwargs: pool.submit(f, *args, **kwargs).result(timeout=120)
+        pool = ProcessPoolExecutor(1, spawn, initializer=_without_waits)
+        pool.submit(int).result(timeout=120)  # the process starts here, with these variables
+    with pool:
+        yield lambda f, *args, **kwargs: pool.submit(f, *args, **kwargs).result(timeout=120)

@@ -604,7 +604,8 @@ def test_a_message_never_walks_a_huge_value():
         ("f(x, y) | default(z)", {"f", "x", "y", "z"}),
         ("a is defined", set()),
         ("a is not defined or b", {"b"}),
-        ("a is defined and a > 1", {"a"}),
+        ("a is defined and a > 1", set()),  # not reached where there is none
+        ("a > 1 and b is defined", {"a"}),
         ("a.b is defined", {"a"}),
         ("a is number", {"a"}),
         ("a | default(1)", {"a"}),
@@ -618,8 +619,19 @@ def test_names(text, names):
     assert parse(text).names == names
 
 
-def test_derived():
-    assert parse("derive.a + derive['b'] + derive.c.d + e.derive.f").derived == {"a", "b", "c"}
+@pytest.mark.parametrize(
+    ("text", "reads"),
+    [
+        ("a + derive.b * derive['c'] + derive.d.e", {"a", "b", "c", "d", "derive"}),
+        ("a.derive.b", {"a"}),
+        ("a is defined or b is undefined", {"a", "b"}),
+        ("derive[a]", {"a", "derive", expressions.EVERY}),
+        ("derive.a + numel(derive[b])", {"a", "b", "numel", "derive", expressions.EVERY}),
+        ("has(derive, 'a') and derive.b", {"has", "b", "derive", expressions.EVERY}),
+    ],
+)
+def test_what_an_expression_may_read(text, reads):
+    assert parse(text).reads == reads
 
 
 def test_an_expression_is_its_text():

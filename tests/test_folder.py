@@ -105,7 +105,7 @@ METADATA = {
     "no text": (b"\xff\xfe\xfd", "codec can't decode"),
     "a list": (b"[]", "expected an object"),
     "deep": (b"[" * 100_000, "nested too deeply"),
-    "two keys": (b'{"digest": 1, "digest": 2}', "a key stands twice"),
+    "two keys": (b'{"digest": 1, "digest": 2}', "'digest' stands twice"),
     "another algorithm": (
         json.dumps({"digest": {"algorithm": "sha512", "files": DIGESTS}}).encode(),
         "algorithm is 'sha512'; expected 'sha256'",
@@ -124,7 +124,11 @@ METADATA = {
     ),
     "twice in a list": (
         json.dumps({"files": [{"path": "a", "sha256": sha256(b"")}] * 2}).encode(),
-        "a key stands twice",
+        "'a' stands twice",
+    ),
+    "without a name": (
+        json.dumps({"files": [{"sha256": sha256(b"")}]}).encode(),
+        "'' is not the name of a file",
     ),
     "too many": (
         json.dumps({"files": {str(n): sha256(b"") for n in range(257)}}).encode(),
@@ -142,7 +146,13 @@ def test_metadata_that_cannot_be_made_out(tmp_path, metadata, expected, fetched)
 
 
 @pytest.mark.parametrize(
-    "metadata", [b"{}", b'{"name": "negate", "files": {"manifest.json": 812}}', b'{"digest": {}}']
+    "metadata",
+    [
+        b"{}",
+        b'{"digest": {}}',
+        b'{"name": "negate", "files": {"manifest.json": 812}}',
+        b'{"files": [{"name": "a"}, {"name": "a"}, {}, {}, 3]}',
+    ],
 )
 def test_metadata_without_digests_is_for_local_folders(tmp_path, metadata):
     text = refusal(NEGATE | {"metadata.json": metadata}, tmp_path)

@@ -6,6 +6,7 @@ import pickle
 import pydoc
 import shutil
 from functools import partial
+from pathlib import Path
 
 import folders
 import jax
@@ -396,3 +397,68 @@ def test_tunables(run, tmp_path):
         (plan,) = jax_webgpu.explain(other, floats(65), device="floor")
         assert plan.passes[0].workgroups == (5, 1, 1)
         np.testing.assert_array_equal(run(other, np.ones(65, "f4")), np.full(65, 2.0))
+
+
+# ---- the examples' folders ----------------------------------------------------------------------
+
+KERNELS = Path(__file__).parents[1] / "examples" / "kernels"
+
+# Of each a call in JAX alone, attributes, and inputs that are not near anything special.
+EXAMPLES = {
+    "gelu": (partial(jax.nn.gelu, approximate=False), {}, [(3, 7)]),
+    "add": (jnp.add, {}, [(2, 3, 5), (3, 1)]),
+    "rms_norm": (
+        lambda x, w: x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-5) * w,
+        {},
+        [(4, 9), (9,)],
+    ),
+    "softmax": (partial(jax.nn.softmax, axis=1), {"axis": 1}, [(3, 6, 5)]),
+    "matmul": (jnp.matmul, {}, [(2, 5, 7), (7, 3)]),
+    "scan": (partial(jnp.cumsum, axis=1), {"axis": 1}, [(3, 10)]),
+}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_example_folders(run, name):
+    plain, attributes, shapes = EXAMPLES[name]
+    kernel = partial(load_kernel(KERNELS / name), **attributes)
+    arrays = [RNG.standard_normal(shape).astype("f4") for shape in shapes]
+    expected = plain(*arrays)
+    np.testing.assert_allclose(run(kernel, *arrays), expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        run(jax_webgpu.fuse(lambda *a: kernel(*a) * 2 + 1), *arrays),
+        expected * 2 + 1,
+        rtol=1e-5,
+        atol=1e-5,
+    )
+    batch = [RNG.standard_normal((3, *shape)).astype("f4") for shape in shapes]
+    np.testing.assert_allclose(
+        run(jax.vmap(kernel), *batch), jax.vmap(plain)(*batch), rtol=1e-5, atol=1e-6
+    )
+
+
+def test_example_folders_fold_their_batches(run):
+    x, weight = RNG.standard_normal((5, 4, 9)).astype("f4"), np.ones(9, "f4")
+    rms_norm = load_kernel(KERNELS / "rms_norm", vmap_axis={"x": 0, "y": 0})
+    y, dispatches = counted(run, jax.vmap(rms_norm, in_axes=(0, None)), x, weight)
+    assert dispatches == 1
+    np.testing.assert_allclose(y, EXAMPLES["rms_norm"][0](x, weight), rtol=1e-5, atol=1e-6)
+
+
+def test_a_transpose_by_another_kernel(run):
+    """Sums from the front and from the back are each other's transposes."""
+    scan = load_kernel(KERNELS / "scan")
+    scan.deftranspose(
+        lambda ct, *, axis, exclusive, reverse: scan(
+            ct, axis=axis, exclusive=exclusive, reverse=1 - reverse
+        )
+    )
+    x = floats(6)
+    for reverse in (0, 1):
+        call = partial(scan, exclusive=1, reverse=reverse)
+        matrix = np.tril(np.ones((6, 6), "f4"), -1)
+        matrix = matrix.T if reverse else matrix
+        np.testing.assert_array_equal(run(jax.jacfwd(call), x), matrix)
+        np.testing.assert_array_equal(run(jax.jacrev(call), x), matrix)
+        hessian = run(jax.hessian(lambda x: (call(x) ** 2).sum() / 2), x)
+        np.testing.assert_array_equal(hessian, matrix.T @ matrix)

@@ -324,10 +324,11 @@ def rendered(case, device, strict):
     ready = plan.make(call, capabilities.PRESETS[device])
     variant = call.spec.variant(ready.variant)
     names = variants.select(call, capabilities.PRESETS[device]).scope
-    for each, done in zip(variants.passes(variant), ready.passes, strict=True):
+    for each, done in zip(variant.every_pass, ready.passes, strict=True):
         scope = extend(extend(names, variant.derive), each.derive)
         template = call.spec.templates[each.shader]
-        yield plan.render(template, done.bindings, scope, strict=strict), done.wgsl
+        on = capabilities.PRESETS[device]
+        yield plan.render(template, done.bindings, scope, on, strict=strict), done.wgsl
 
 
 def test_there_is_a_call_for_each_variant():
