@@ -9,7 +9,6 @@ namespace; what one prints, and the error that it ends in, is the `text` that fo
 import json
 import re
 import shlex
-import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +21,6 @@ from jax_webgpu import (
     expressions,
     folder,
     helpers,
-    load_kernel,
     plan,
     spec,
     templates,
@@ -74,21 +72,25 @@ def test_the_guide_as_it_stands(tmp_path, monkeypatch, capsys):
                 printed = ""
             case "console":
                 for line, expected in re.findall(r"^\$ (.*)\n((?:[^$].*\n|\n)*)", block.text, re.M):
-                    command = shlex.split(line)
-                    assert command[:3] == ["python", "-m", "jax_webgpu"], block
-                    check(block, expected, outcome(capsys, lambda c=command: cli.main(c[3:])))
+                    check(block, expected, outcome(capsys, lambda line=line: command(line)))
             case language:
                 assert language == "end", f"{block}: nobody runs {language}"
 
 
+def command(line):
+    python, m, module, *arguments = shlex.split(line)
+    assert (python, m, module) == ("python", "-m", "jax_webgpu")
+    assert cli.main(arguments) == 0
+
+
 def outcome(capsys, call):
-    """What a call prints, with the error that it ends in as a traceback's last lines have it."""
+    """What a call prints, with the error that it ends in as a traceback ends in it."""
     capsys.readouterr()
     ending = ""
     try:
         call()
     except Exception as error:
-        ending = "".join(traceback.format_exception_only(error))
+        ending = f"{type(error).__module__}.{type(error).__qualname__}: {error}"
     return capsys.readouterr().out + ending
 
 
@@ -109,7 +111,7 @@ def check(block, expected, printed):
 
 def table(heading):
     """The rows below a heading of the reference, of all tables there, as lists of cells."""
-    (section,) = re.findall(rf"^## {heading}\n(.*?)(?=^## |\Z)", TEXT, re.MULTILINE | re.DOTALL)
+    (section,) = re.findall(rf"^## {heading}\n(.*?)(?=^#{{1,2}} |\Z)", TEXT, re.MULTILINE | re.DOTALL)
     rows = re.findall(r"^\|(.*)\|$", section, re.MULTILINE)
     cells = [[cell.strip() for cell in re.split(r"(?<!\\)\|", row)] for row in rows]
     return [row for row in cells if any(row) and not set("".join(row)) <= {"-"}]
@@ -120,41 +122,127 @@ def quoted(cell):
     return re.findall(r"`([^`]*)`", cell.replace(r"\|", "|"))
 
 
-# For each object of a manifest: a key that it does not have, where it may stand.
+# Each kind of object, in the smallest manifest that has one.
 OBJECTS = {
-    "manifest": {"none": 0},
-    "port": {"inputs": {"x": {"none": 0}}},
-    "arg": {"args": {"n": {"none": 0}}},
-    "attribute": {"attributes": {"a": {"none": 0}}},
-    "attribute constraint": {"attributes": {"a": {}}, "attributeConstraints": {"a": {"none": 0}}},
-    "tunable": {"tunables": {"t": {"none": 0}}},
-    "requires": {"requires": {"none": 0}},
-    "variant": {"variants": [{"none": 0}]},
-    "intermediate": {"variants": [{"id": "v", "intermediates": [{"none": 0}], "passes": []}]},
-    "pass": {"variants": [{"id": "v", "passes": [{"none": 0}]}]},
-    "repeat group": {"variants": [{"id": "v", "passes": [{"repeat": {}, "none": 0}]}]},
-    "binding": {"bindings": {"b": {"none": 0}}},
-    "struct field": {"bindings": {"b": {"struct": [{"none": 0}]}}},
+    "manifest": lambda each: each,
+    "port": lambda each: manifest(inputs={"x": each}),
+    "arg": lambda each: manifest(args={"n": each}),
+    "attribute": lambda each: manifest(attributes={"a": each}),
+    "attribute constraint": lambda each: manifest(
+        attributes={"a": {}}, attributeConstraints={"a": each}
+    ),
+    "tunable": lambda each: manifest(tunables={"t": each}),
+    "requires": lambda each: manifest(requires=each),
+    "variant": lambda each: manifest(variants=[each]),
+    "intermediate": lambda each: manifest(
+        variants=[{"id": "v", "intermediates": [each], "passes": []}]
+    ),
+    "pass": lambda each: manifest(variants=[{"id": "v", "passes": [each]}]),
+    "repeat group": lambda each: manifest(
+        variants=[{"id": "v", "passes": [{"repeat": {}} | each]}]
+    ),
+    "binding": lambda each: manifest(bindings={"b": each}),
+    "struct field": lambda each: manifest(bindings={"b": {"struct": [each]}}),
 }
 
 
-def test_every_key_is_in_the_table(tmp_path):
-    listed, needed = {}, {}
-    for name, keys, *_ in table("Keys of a manifest")[1:]:
+def manifest(**keys):
+    return {"name": "K", "outputs": {}, "variants": []} | keys
+
+
+def refused(document):
+    """Why a manifest is refused; nothing if it is not."""
+    try:
+        spec.loads(json.dumps(document).encode(), Path("manifest.json"), lambda name: b"")
+    except SpecError as error:
+        return str(error)
+    return ""
+
+
+def keys(wanted):
+    """The cells with the keys of an object, whose name stands in the first row of its own."""
+    current = ""
+    for name, keys, _ in table("Keys of a manifest"):
         current = name or current
-        listed.setdefault(current, []).extend(quoted(keys))
-        needed.setdefault(current, []).extend(re.findall(r"\*\*`(\w+)`\*\*", keys))
-    assert listed.keys() == OBJECTS.keys()
-    for name, wrong in OBJECTS.items():
-        document = {"name": "K", "variants": []} | wrong
-        (tmp_path / "manifest.json").write_text(json.dumps(document))
-        with pytest.raises(SpecError, match="unknown key 'none'; known here: ") as error:
-            load_kernel(tmp_path)
-        known = str(error.value).partition("known here: ")[2].split(", ")
-        assert sorted(listed[name]) == sorted(known), name
-        text = json.dumps(document).replace('"none": 0', "").replace(", }", "}")
-        (tmp_path / "manifest.json").write_text(text)
-        for key in needed[name]:  # the first that is missed, in the order of the alphabet
-            with pytest.raises(SpecError, match=r"the key '\w+' is missing") as error:
-                load_kernel(tmp_path)
-            break
+        if current == wanted:
+            yield keys
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+def test_keys(name):
+    listed = [key for cell in keys(name) for key in quoted(cell)]
+    known = refused(OBJECTS[name]({"none": 0})).partition("unknown key 'none'; known here: ")[2]
+    assert sorted(listed) == known.split(", ")
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+def test_needed_keys(name):
+    bold = {key for cell in keys(name) for key in re.findall(r"\*\*`(\w+)`\*\*", cell)}
+    found = {"repeat": {"count": 1, "index": "i"}} if name == "repeat group" else {}
+    while missing := re.search(r"the key '(\w+)' is missing", refused(OBJECTS[name](found))):
+        assert missing[1] not in found
+        found[missing[1]] = None
+    assert bold == {*found}
+
+
+def test_objects():
+    rows = table("Keys of a manifest")
+    assert [row[0] for row in rows[1:] if row[0]] == [*OBJECTS]
+
+
+def test_helpers():
+    rows = table("Helpers")
+    assert sorted(name for row in rows for name in quoted(row[0])) == sorted(helpers.HELPERS)
+    for name, _, example in rows:
+        assert quoted(example)[0].startswith(f"{quoted(name)[0]}(")
+        check_example(example)
+
+
+def test_values():
+    for _, example in table("Numbers and other values"):
+        check_example(example)
+
+
+def check_example(cell):
+    """`expression` is `value`."""
+    expression, value = re.fullmatch(r"`(.*)` is `(.*)`", cell.replace(r"\|", "|")).groups()
+    assert values.show(expressions.parse(expression)(helpers.HELPERS)) == value, expression
+
+
+def test_names():
+    rows = table("Names")
+    ours = [name for row in rows[1:] for name in quoted(row[0])]
+    named = {*ours[: ours.index("env")]} - {"repeat"}
+    assert named == spec.SCOPE_NAMES - helpers.HELPERS.keys()
+
+
+def test_dtypes():
+    rows = table("Dtypes on the device")[1:]
+    told = {
+        name: (quoted(wgsl)[0], int(size))
+        for names, wgsl, size in rows
+        if "storage" not in names
+        for name in quoted(names)
+    }
+    assert told == {name: (row.wgsl, row.bytes) for name, row in dtypes.TABLE.items()}
+
+
+def test_bounds():
+    (row,) = (cells[1] for cells in table("What is refused") if cells[0] == "too much")
+    numbers = [int(number.replace(",", "")) for number in re.findall(r"\d[\d,]*", row)]
+    assert numbers == [
+        expressions.MAX_DEPTH,
+        values.MAX_LIST,
+        values.MAX_TEXT,
+        templates.MAX_STEPS,
+        plan.MAX_PASSES,
+        plan.MAX_TURNS,
+        folder.MAX_BYTES // 2**20,
+        folder.MAX_FILES,
+    ]
+
+
+def test_examples():
+    rows = [name for row in table("What the examples show") for name in quoted(row[0])]
+    folders = GUIDE.parents[1].glob("examples/kernels/*/manifest.json")
+    assert sorted(rows) == sorted(path.parent.name for path in folders)
