@@ -373,11 +373,11 @@ class _Step:
         """The dispatch in one turn of the groups around it; None if there is nothing to do."""
         self._enter(loops)
         step = self.step
-        workgroups = self._once("dispatch", step.dispatch.reads, self._workgroups)
+        workgroups = self._once("", step.dispatch.reads, self._workgroups)
         if 0 in workgroups or step.is_view:
             return None
         bindings = tuple(
-            self._once(each, each.reads, partial(self._bind, each)) for each in step.bindings
+            self._once(each.name, each.reads, partial(self._bind, each)) for each in step.bindings
         )
         types = tuple(bound.type for bound in bindings)
         code = self._once(types, self.template.reads, partial(self._render, bindings))
@@ -400,8 +400,11 @@ class _Step:
             names["derive"] = dict(outside["derive"])
             derive(names, self.step.derive)
 
-    def _once(self, what: Any, reads: frozenset[str], make: Callable[[], T]) -> T:
-        """What `make` gives, or gave before with the same values in all that it reads."""
+    def _once(self, what: object, reads: frozenset[str], make: Callable[[], T]) -> T:
+        """What `make` gives, or gave before with the same values in all that it reads.
+
+        `what` tells apart what is made: the dispatch, a binding by its name, WGSL by its types.
+        """
         watched = self.watched.get(what)
         if watched is None:
             changing = self.changing if EVERY in reads else self.changing & reads
@@ -438,14 +441,29 @@ class _Step:
         _check(self.planner.capabilities, f"{self.label}: {what}", need, *limits)
 
 
-def _frozen(value: Any) -> Any:
+def _frozen(value: Any, depth: int = 0) -> Any:
     """A value as something that is equal to another one's only if no template could tell."""
-    if isinstance(value, Mapping):
-        value = tuple((key, _frozen(each)) for key, each in value.items())
-        return dict, value
-    if is_sequence(value):
-        return list, tuple(map(_frozen, value))
-    return value.__class__, value
+    is_list = is_sequence(value)
+    if not is_list and not isinstance(value, Mapping):
+        return value.__class__, value
+    if depth > 2 or len(value) > 64:  # to look at all of it might have no end
+        return _Identity(value)
+    if is_list:
+        return list, tuple(_frozen(each, depth + 1) for each in value)
+    return dict, tuple((key, _frozen(each, depth + 1)) for key, each in value.items())
+
+
+@dataclass(frozen=True, eq=False)
+class _Identity:
+    """A value that only itself is equal to, and that lives as long as this does."""
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Identity) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
 
 
 def _check(capabilities: Capabilities, what: str, need: int, *limits: str) -> None:

@@ -1,6 +1,8 @@
 """What every test shares: strict dtypes, the adapter in the report, and eager against jitted."""
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -74,6 +76,26 @@ def run(request):
         return (jax.jit(f) if request.param == "jitted" else f)(*args)
 
     return call
+
+
+@pytest.fixture(scope="session")
+def patience():
+    """A context that fails what takes longer than so many seconds, and ends it."""
+
+    @contextlib.contextmanager
+    def within(seconds):
+        def stop(signal, frame):
+            pytest.fail(f"takes more than {seconds} s")
+
+        handler = signal.signal(signal.SIGALRM, stop)
+        timer = signal.setitimer(signal.ITIMER_REAL, seconds)  # pytest-timeout's
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, *timer)
+            signal.signal(signal.SIGALRM, handler)
+
+    return within
 
 
 @pytest.fixture(scope="session")

@@ -460,5 +460,5 @@ def test_a_transpose_by_another_kernel(run):
         matrix = matrix.T if reverse else matrix
         np.testing.assert_array_equal(run(jax.jacfwd(call), x), matrix)
         np.testing.assert_array_equal(run(jax.jacrev(call), x), matrix)
-        hessian = run(jax.hessian(lambda x: (call(x) ** 2).sum() / 2), x)
+        hessian = run(jax.hessian(lambda x, call=call: (call(x) ** 2).sum() / 2), x)
         np.testing.assert_array_equal(hessian, matrix.T @ matrix)

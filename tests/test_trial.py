@@ -8,6 +8,7 @@ from folders import accumulate, scale, step, write
 
 from jax_webgpu import spec, trial
 from jax_webgpu.errors import SpecError
+from jax_webgpu.folder import read as read_folder
 from jax_webgpu.trial import Status
 
 
@@ -41,7 +42,7 @@ def case(x, y, name="a case", **keys):
 def tell(folder, *cases, **keys):
     """Writes `test.json`; gives all results."""
     (folder / "test.json").write_text(json.dumps({"cases": cases} | keys))
-    return list(trial.run(folder))
+    return list(trial.run(read_folder(folder)))
 
 
 def outcome(folder, x, y, **keys):
@@ -299,7 +300,7 @@ def test_cases_run_one_by_one(copy, monkeypatch):
     )
     ran = []
     monkeypatch.setattr(trial, "attempt", lambda operator, case: ran.append(case.name))
-    results = trial.run(copy)
+    results = trial.run(read_folder(copy))
     assert ran == []
     next(results)
     assert ran == ["0"]
@@ -308,7 +309,7 @@ def test_cases_run_one_by_one(copy, monkeypatch):
 def test_arrays_are_of_their_dtype_and_shape(copy):
     x = array("NaN", -0.0, "Infinity", "-Infinity", 0.1, 1e-3, shape=[3, 2], dtype="float16")
     (copy / "test.json").write_text(json.dumps({"cases": [case(x, x, tunables={})]}))
-    (read,) = trial.read(copy)
+    (read,) = trial.read(read_folder(copy))
     values = read.inputs["x"].values
     assert values.dtype == np.float16 and values.shape == (3, 2)
     np.testing.assert_array_equal(
@@ -406,7 +407,7 @@ X, Y = ("cases", 0, "inputs", "x"), ("cases", 0, "outputs", "y")
 def test_what_is_wrong_is_told_with_its_place(tmp_path, where, value, message):
     (tmp_path / "test.json").write_text(json.dumps(changed(where, value)))
     with pytest.raises(SpecError) as caught:
-        trial.read(tmp_path)
+        trial.read(read_folder(tmp_path))
     assert str(caught.value).startswith(f"{tmp_path / 'test.json'}: {message}")
 
 
@@ -425,7 +426,7 @@ def test_values_must_be_the_dtype_s(tmp_path, dtype, value, expected):
     document = {"cases": [case(array(0, value, dtype=dtype), array(0, 0, dtype=dtype))]}
     (tmp_path / "test.json").write_text(json.dumps(document))
     with pytest.raises(SpecError) as caught:
-        trial.read(tmp_path)
+        trial.read(read_folder(tmp_path))
     assert str(caught.value).endswith(f"$.cases[0].inputs.x.data.values[1]: expected {expected}")
 
 
@@ -442,13 +443,13 @@ def test_values_must_be_the_dtype_s(tmp_path, dtype, value, expected):
 def test_what_is_not_json(tmp_path, text, message):
     (tmp_path / "test.json").write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(SpecError) as caught:
-        trial.read(tmp_path)
+        trial.read(read_folder(tmp_path))
     assert str(caught.value).startswith(f"{tmp_path / 'test.json'}: {message}")
 
 
 def test_a_folder_without_tests(copy):
-    with pytest.raises(SpecError, match=r"test\.json: No such file"):
-        trial.run(copy)
+    with pytest.raises(SpecError, match=r"test\.json is missing"):
+        trial.run(read_folder(copy))
 
 
 def test_two_cases_of_one_name(copy):
