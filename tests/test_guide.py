@@ -111,7 +111,9 @@ def check(block, expected, printed):
 
 def table(heading):
     """The rows below a heading of the reference, of all tables there, as lists of cells."""
-    (section,) = re.findall(rf"^## {heading}\n(.*?)(?=^#{{1,2}} |\Z)", TEXT, re.MULTILINE | re.DOTALL)
+    (section,) = re.findall(
+        rf"^## {heading}\n(.*?)(?=^#{{1,2}} |\Z)", TEXT, re.MULTILINE | re.DOTALL
+    )
     rows = re.findall(r"^\|(.*)\|$", section, re.MULTILINE)
     cells = [[cell.strip() for cell in re.split(r"(?<!\\)\|", row)] for row in rows]
     return [row for row in cells if any(row) and not set("".join(row)) <= {"-"}]
@@ -162,10 +164,10 @@ def refused(document):
 def keys(wanted):
     """The cells with the keys of an object, whose name stands in the first row of its own."""
     current = ""
-    for name, keys, _ in table("Keys of a manifest"):
+    for name, cell, _ in table("Keys of a manifest"):
         current = name or current
         if current == wanted:
-            yield keys
+            yield cell
 
 
 @pytest.mark.parametrize("name", OBJECTS)
