@@ -10,11 +10,12 @@ from typing import Any
 
 from jax_webgpu import dtypes
 from jax_webgpu.capabilities import IDEAL, Capabilities
+from jax_webgpu.document import Value
 from jax_webgpu.errors import CallError, ExpressionError
 from jax_webgpu.expressions import EVERY
 from jax_webgpu.helpers import HELPERS
-from jax_webgpu.spec import Port, Spec, Value, evaluate, reads, sizes
-from jax_webgpu.values import UNDEFINED, is_number, need_number, number, show
+from jax_webgpu.spec import Port, Spec, evaluate, reads, sizes
+from jax_webgpu.values import METER, UNDEFINED, Meter, is_number, need_number, number, show
 
 DISPATCH_FOLD_WIDTH = 65535
 
@@ -147,6 +148,7 @@ def scope(resolved: Resolved, capabilities: Capabilities) -> dict[str, Any]:
         "tunables": {**spec.tunables, **dict(resolved.tunables)},
         "device": capabilities.as_scope(),
         "f16Ok": capabilities.f16_ok,
+        METER: Meter(),
     }
 
 

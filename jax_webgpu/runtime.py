@@ -76,7 +76,7 @@ class Operator:
 
 @functools.cache
 def _load(manifest: Path, shaders: Path, overlay: Path | None) -> Spec:
-    return spec.load(manifest, shaders, overlay)
+    return spec.load(manifest, shaders, overlay, links=True)  # as installers may have made them
 
 
 @dataclass(frozen=True, eq=False)
