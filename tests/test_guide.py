@@ -17,9 +17,11 @@ import pytest
 from jax_webgpu import (
     SpecError,
     cli,
+    document,
     dtypes,
     expressions,
     folder,
+    grammar,
     helpers,
     plan,
     spec,
@@ -215,7 +217,7 @@ def test_names():
     rows = table("Names")
     ours = [name for row in rows[1:] for name in quoted(row[0])]
     named = {*ours[: ours.index("env")]} - {"repeat"}
-    assert named == spec.SCOPE_NAMES - helpers.HELPERS.keys()
+    assert named == document.SCOPE_NAMES - helpers.HELPERS.keys()
 
 
 def test_dtypes():
@@ -230,18 +232,23 @@ def test_dtypes():
 
 
 def test_bounds():
-    (row,) = (cells[1] for cells in table("What is refused") if cells[0] == "too much")
-    numbers = [int(number.replace(",", "")) for number in re.findall(r"\d[\d,]*", row)]
-    assert numbers == [
-        expressions.MAX_DEPTH,
-        values.MAX_LIST,
-        values.MAX_TEXT,
-        templates.MAX_STEPS,
-        plan.MAX_PASSES,
-        plan.MAX_TURNS,
-        folder.MAX_BYTES // 2**20,
-        folder.MAX_FILES,
-    ]
+    rows = table("What is refused")
+    told = {
+        what: [int(number.replace(",", "")) for number in re.findall(r"\d[\d,]*", most)]
+        for what, most in rows[rows.index(["at most", ""]) + 1 :]
+    }
+    mib = 2**20
+    assert templates.MAX_NESTING == templates.MAX_CALLS
+    assert told == {
+        "a folder": [folder.MAX_BYTES // mib, folder.MAX_FILES],
+        "a manifest": [document.MAX_BYTES // mib, document.MAX_VALUES, spec.MAX_VARIANTS],
+        "templates": [spec.MAX_TEMPLATE // mib, spec.MAX_TEMPLATES // mib],
+        "an expression": [grammar.MAX_LENGTH, grammar.MAX_NESTING],
+        "a template's blocks and macro calls": [templates.MAX_CALLS],
+        "a list, a text": [values.MAX_LIST, values.MAX_TEXT],
+        "evaluating a call": [values.MAX_WORK],
+        "the passes of a call": [plan.MAX_PASSES, plan.MAX_TURNS],
+    }
 
 
 def test_examples():
