@@ -120,14 +120,17 @@ class Runner:
                 shown = [_shown(group, arrays, number) for number in step.operands]
                 step.operator.check(step.static, shown)
         place = 0 if group.place is None else int(inputs[group.place])
-        gpu = device.get(place)
-        if gpu not in self._linked:
-            self._linked[gpu] = link(group, gpu.capabilities)
-        linked = self._linked[gpu]
-        if linked is None:
-            _run_apart(group, arrays, outputs, place)
-        else:
-            _run(group, linked, gpu, arrays, outputs)
+
+        def run(gpu: device.Device) -> None:
+            if gpu not in self._linked:
+                self._linked[gpu] = link(group, gpu.capabilities)
+            linked = self._linked[gpu]
+            if linked is None:
+                _run_apart(group, arrays, outputs, place)
+            else:
+                _run(group, linked, gpu, arrays, outputs)
+
+        device.on_device(run, place)
 
 
 def _run(

@@ -114,14 +114,13 @@ class Dispatcher:
         operator, resolved = self.operator, self.resolved
         if operator.check is not None:
             operator.check(self.static, arrays)
-        gpu = device.get(place)
         arrays = arrays[: len(resolved.inputs)]
         if outputs is None:
             outputs = [np.empty(tensor.shape, tensor.dtype) for _, tensor in resolved.outputs]
         bits = operator.moves_bits
         arrays = [_viewed(a, t, bits) for a, (_, t) in zip(arrays, resolved.inputs, strict=True)]
         targets = [_viewed(out, part, bits) for out, part in zip(outputs, self._parts, strict=True)]
-        self._run(gpu, arrays, targets)
+        device.on_device(lambda gpu: self._run(gpu, arrays, targets), place)
         return tuple(outputs)
 
     @functools.cached_property
