@@ -10,6 +10,7 @@ from jax_webgpu.errors import (
     AdapterError,
     CallError,
     DeviceError,
+    DeviceLostError,
     DTypeError,
     ExpressionError,
     JaxWebGPUError,
@@ -21,7 +22,7 @@ from jax_webgpu.explain import explain
 from jax_webgpu.fuse import fuse
 from jax_webgpu.ops.rotary_embedding import rotary_cache, rotary_embedding
 from jax_webgpu.ops.split import split
-from jax_webgpu.primitive import per_shard
+from jax_webgpu.primitive import DeadlockWarning, per_shard
 
 __version__ = "0.1.0"
 
@@ -30,7 +31,9 @@ __all__ = [
     "AdapterInfo",
     "CallError",
     "DTypeError",
+    "DeadlockWarning",
     "DeviceError",
+    "DeviceLostError",
     "ExpressionError",
     "JaxWebGPUError",
     "LimitError",

@@ -96,9 +96,14 @@ def adapters() -> list[AdapterInfo]:
     return [_describe(index, adapter) for index, adapter in enumerate(_enumerate())]
 
 
+def is_forked() -> bool:
+    """Whether this process was forked from one that had used the GPU."""
+    return _pid is not None and _pid != os.getpid()
+
+
 def check_process() -> None:
     """Raises `DeviceError` in a forked child of a process that has used the GPU."""
-    if _pid is not None and _pid != os.getpid():
+    if is_forked():
         raise DeviceError(
             "this process was forked from one that had used WebGPU already, and a GPU does not "
             "survive a fork; start it with multiprocessing's 'spawn' method instead"
@@ -341,6 +346,9 @@ class _Mapper:
         buffer.unmap()
 
 
+_interrupted = threading.local()
+
+
 class _NativeMapper(_Mapper):
     """Mappings by wgpu-native's own functions, on the thread that waits.
 
@@ -375,8 +383,14 @@ class _NativeMapper(_Mapper):
             if asked in self._answers:
                 self._answers[asked] = text
 
+        def interrupted(kind: Any, error: BaseException, trace: Any) -> None:
+            # By the handler of a signal: nothing that is raised in `answer` gets out of it.
+            _interrupted.by = error
+            given = trace.tb_frame.f_locals
+            answer(given["status"], given["message"], given["number"], None)
+
         signature = "void(WGPUMapAsyncStatus, WGPUStringView, void *, void *)"
-        self._answer = ffi.callback(signature, answer)
+        self._answer = ffi.callback(signature, answer, onerror=interrupted)
         _kept.append(self._answer)  # buffers may be gone before wgpu-native calls it
         mode = lib.WGPUCallbackMode_AllowProcessEvents
         self._info = ffi.new(
@@ -396,7 +410,7 @@ class _NativeMapper(_Mapper):
         self.check()
         start = time.perf_counter()
         while self._answers[asked] is None and time.perf_counter() - start < _NO_PAUSE:
-            self._lib.wgpuInstanceProcessEvents(self._instance)
+            self._look()
         limit = _timeout()
         waited, pause = 0.0, _FIRST_PAUSE
         while self._answers[asked] is None:
@@ -413,9 +427,15 @@ class _NativeMapper(_Mapper):
     def forget(self, asked: Any) -> None:
         self._answers.pop(asked, None)
 
-    def check(self) -> None:
-        # Which hands over answers; and a driver tells of a loss only when it is asked something.
+    def _look(self) -> None:
+        """Hands over the answers that have come, to whichever thread waits for them."""
         self._lib.wgpuInstanceProcessEvents(self._instance)
+        if (error := getattr(_interrupted, "by", None)) is not None:
+            del _interrupted.by
+            raise error
+
+    def check(self) -> None:
+        self._look()  # a driver tells of a loss only when it is asked something
         self._raising.wgpuQueueWriteBuffer(
             self.device.queue._internal, self._probe._internal, 0, self._nothing, 0
         )
@@ -547,11 +567,10 @@ class _Pool:
         return max(size, min(-(-size // step) * step, self.largest // 4 * 4))
 
     def clear(self) -> None:
-        for memory in self.idle.values():
-            memory.destroy()
-        self.idle.clear()
-        self.classes.clear()
+        idle, self.idle, self.classes = self.idle, OrderedDict(), {}
         self.idle_bytes = 0
+        for memory in idle.values():
+            memory.destroy()
 
 
 @dataclass(frozen=True)
