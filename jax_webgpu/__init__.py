@@ -4,7 +4,7 @@
 """
 
 from jax_webgpu.config import configure
-from jax_webgpu.device import AdapterInfo, SoftwareAdapterWarning, clear_caches
+from jax_webgpu.device import AdapterInfo, SoftwareAdapterWarning
 from jax_webgpu.device import info as device_info
 from jax_webgpu.errors import (
     AdapterError,
@@ -22,7 +22,7 @@ from jax_webgpu.explain import explain
 from jax_webgpu.fuse import fuse
 from jax_webgpu.ops.rotary_embedding import rotary_cache, rotary_embedding
 from jax_webgpu.ops.split import split
-from jax_webgpu.primitive import DeadlockWarning, per_shard
+from jax_webgpu.primitive import DeadlockWarning, clear_caches, per_shard
 
 __version__ = "0.1.0"
 

@@ -15,15 +15,15 @@ from dataclasses import dataclass, field
 from itertools import accumulate, cycle, islice
 from itertools import count as numbers
 from typing import TYPE_CHECKING, Any
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import numpy as np
 
 from jax_webgpu import config
 from jax_webgpu.capabilities import FLOOR_LIMITS, Capabilities
 from jax_webgpu.errors import AdapterError, DeviceError, DeviceLostError, ShaderError
-from jax_webgpu.plan import Bound, PassPlan
-from jax_webgpu.program import Launch, Program
+from jax_webgpu.plan import Bound, PassPlan, make
+from jax_webgpu.program import Launch, Program, alone
 
 if TYPE_CHECKING:
     import wgpu
@@ -158,9 +158,7 @@ def info() -> AdapterInfo:
 
 
 def clear_caches() -> None:
-    """Gives back the idle buffers, pipelines and uniforms of every device of this process.
-
-    The next call makes anew what it needs. `jax.clear_caches` is JAX's own, of jitted functions.
+    """Gives back what every device of this process keeps for the next call, and the plans.
 
     Raises:
       DeviceError: the process was forked from one that had used the GPU.
@@ -170,6 +168,8 @@ def clear_caches() -> None:
         made = [device for *_, device in _devices if device is not None]
     for device in made:
         device.clear()
+    make.cache_clear()
+    alone.cache_clear()
 
 
 _lock = threading.Lock()
@@ -637,6 +637,7 @@ class Device:
       info: the adapter.
       capabilities: what plans are made for.
       counters: how often something was done or made, and how many bytes went in and out, by name.
+      linked: what else is kept for the device, by what it is kept for.
       lost: it runs nothing any more, and `get` makes another.
     """
 
@@ -657,6 +658,7 @@ class Device:
             raise AdapterError(f"{info} gives no device: {error}") from error
         self.info = info
         self.counters: Counter[str] = Counter()
+        self.linked = WeakKeyDictionary[Any, Any]()
         self.lost = False
         self._lock = threading.Lock()
         self._programs = _Recent(MAX_PROGRAMS)
@@ -1059,6 +1061,7 @@ class Device:
     def _clear(self) -> None:
         self._pool.clear()
         self._programs.clear()
+        self.linked.clear()
 
 
 def _aligned(size: int, to: int) -> int:

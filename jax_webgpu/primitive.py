@@ -443,7 +443,7 @@ def interruptible(f: Callable[..., Any]) -> Callable[..., Any]:
             return f(*args, **kwargs)
         except Exception as error:
             # What JAX itself does before and after the host function can be interrupted too.
-            if signals.raised is None and str(error).rstrip().endswith("\nKeyboardInterrupt:"):
+            if str(error).rstrip().endswith("\nKeyboardInterrupt:"):
                 raise KeyboardInterrupt from None
             raise
         finally:
@@ -568,6 +568,24 @@ def _transpose(
         ad.Zero(aval) if aval is not None and result is None else result
         for result, aval in zip(results, linear, strict=True)
     ] + [None] * len(place)
+
+
+# ---- memory -------------------------------------------------------------------------------------
+
+
+def clear_caches() -> None:
+    """Gives back the memory that is kept for the next call.
+
+    That of every device of this process, which are idle buffers, pipelines, uniforms and bind
+    groups; and what was planned. The next call makes anew what it needs. `jax.clear_caches` is
+    JAX's own, of jitted functions.
+
+    Raises:
+      DeviceError: the process was forked from one that had used the GPU.
+    """
+    device.clear_caches()
+    Registered.resolve.cache_clear()
+    _per_shard.cache_clear()
 
 
 # ---- meshes -------------------------------------------------------------------------------------
