@@ -145,6 +145,11 @@ def _made(resolved: Resolved, capabilities: Capabilities) -> Plan | CallError | 
         return error.with_traceback(None)
 
 
+def forget() -> None:
+    """Gives back the memory of the plans that were made."""
+    _made.cache_clear()
+
+
 def _plan(resolved: Resolved, capabilities: Capabilities) -> Plan:
     selection = variants.select(resolved, capabilities)
     variant, spec = selection.variant, resolved.spec
