@@ -1023,7 +1023,8 @@ class Device:
             )
         except (wgpu.GPUError, RuntimeError) as error:
             raise ShaderError(
-                f"{each.label}: wgpu {wgpu.__version__} refuses the shader: {error}\n"
+                f"{each.label}: wgpu {wgpu.__version__} refuses the shader"
+                f"{f' made of {each.template}' if each.template else ''}: {error}\n"
                 f"{_numbered(each.wgsl)}"
             ) from error
         self.counters["pipelines"] += 1

@@ -351,7 +351,7 @@ def _plan_early(operator: Operator, resolved: Resolved) -> None:
     What is the device's, or that there is none, is told when the call runs.
     """
     with contextlib.suppress(DeviceError):
-        operator.plan(resolved, device.get().capabilities)
+        operator.plan(resolved, device.get().capabilities).check_written()
 
 
 def cross(

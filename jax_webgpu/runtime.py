@@ -161,8 +161,7 @@ class Dispatcher:
         found: tuple[plan.Plan, program.Program] | None = gpu.linked.get(self)
         if found is None or found[0].capabilities != gpu.capabilities:
             ready = self.operator.plan(self.resolved, gpu.capabilities)
-            if ready.unwritten:
-                raise CallError(f"{ready.label}: no pass writes {', '.join(ready.unwritten)}")
+            ready.check_written()
             parts: tuple[int, ...] = ()
             if len(outputs) != len(ready.outputs):
                 (whole,) = ready.outputs

@@ -363,8 +363,16 @@ X, Y = ("cases", 0, "inputs", "x"), ("cases", 0, "outputs", "y")
             -1,
             "$.cases[0].inputs.x.shape[0]: expected a size of 0 or more, got -1",
         ),
-        ([*X, "shape", 0], 2.0, "$.cases[0].inputs.x.shape[0]: expected a whole number, got a number"),
-        ([*X, "shape", 0], True, "$.cases[0].inputs.x.shape[0]: expected a whole number, got a boolean"),
+        (
+            [*X, "shape", 0],
+            2.0,
+            "$.cases[0].inputs.x.shape[0]: expected a whole number, got a number",
+        ),
+        (
+            [*X, "shape", 0],
+            True,
+            "$.cases[0].inputs.x.shape[0]: expected a whole number, got a boolean",
+        ),
         (
             [*X, "shape"],
             [2, 3],
@@ -379,13 +387,13 @@ X, Y = ("cases", 0, "inputs", "x"), ("cases", 0, "outputs", "y")
         (
             [*X, "data", "values"],
             "12",
-            '$.cases[0].inputs.x.data.values: expected a list, got a string',
+            "$.cases[0].inputs.x.data.values: expected a list, got a string",
         ),
         (
             [*X, "data", "values", 1],
             "inf",
             "$.cases[0].inputs.x.data.values[1]: expected a number or one of NaN, Infinity, "
-            '-Infinity, got a string',
+            "-Infinity, got a string",
         ),
         ([*X, "data", "values", 1], True, "$.cases[0].inputs.x.data.values[1]: expected a number"),
         ([*X, "data", "values", 1], None, "$.cases[0].inputs.x.data.values[1]: expected a number"),
@@ -399,7 +407,7 @@ X, Y = ("cases", 0, "inputs", "x"), ("cases", 0, "outputs", "y")
         ([*X, "data", "values"], {"$ref": "two"}, '$.cases[0].inputs.x.data.values.$ref: "two" is'),
         ([*X, "data", "values"], {"ref": 1}, "$.cases[0].inputs.x.data.values.ref: unknown key"),
         ([*Y, "tolerance"], -1, "$.cases[0].outputs.y.tolerance: expected a number of 0 or more"),
-        ([*Y, "tolerance"], "1", '$.cases[0].outputs.y.tolerance: expected a number, got a string'),
+        ([*Y, "tolerance"], "1", "$.cases[0].outputs.y.tolerance: expected a number, got a string"),
         ([*Y, "allowNaN"], 1, "$.cases[0].outputs.y.allowNaN: expected a boolean, got a number"),
         ([*Y, "allow_nan"], 1, "$.cases[0].outputs.y.allow_nan: unknown key 'allow_nan'"),
     ],
