@@ -197,6 +197,11 @@ _FILTERS: dict[str, tuple[Callable[..., Any], int]] = {
 }
 
 
+@functools.cache
+def _method(kind: type[nodes.Node]) -> str:
+    return f"_{kind.__name__.lower()}"
+
+
 class Compiler:
     """Compiles expression nodes to closures over the scope, and notes what they read.
 
@@ -217,7 +222,7 @@ class Compiler:
 
     def compile(self, node: nodes.Node) -> Evaluator:
         """The closure; raises `ExpressionError` for a node that the format does not have."""
-        make = getattr(self, f"_{type(node).__name__.lower()}", None)
+        make = getattr(self, _method(type(node)), None)
         if make is None:
             raise ExpressionError(f"{type(node).__name__} is not in the manifest format")
         self.size += 1
@@ -260,10 +265,12 @@ class Compiler:
         return self.compile(node)
 
     def _getattr(self, node: nodes.Getattr) -> Evaluator:
-        known = {*self.derived}
-        of, key = self.compile(node.node), node.attr
+        key = node.attr
         if isinstance(node.node, nodes.Name) and node.node.name == "derive":
-            self.derived = known | {key}
+            self.derived.add(key)
+            self.names.add("derive")
+            return lambda scope: values.lookup(scope["derive"], key)
+        of = self.compile(node.node)
         lookup = values.lookup
 
         def member(scope: Scope) -> Any:
@@ -308,20 +315,19 @@ class Compiler:
         if node.dyn_args is not None or node.dyn_kwargs is not None:
             raise ExpressionError("calls with * or ** are not in the manifest format")
         function = self.compile(node.node)
-        name = source(node.node)
         arguments = [self.compile(argument) for argument in node.args]
         keywords = [(keyword.key, self.compile(keyword.value)) for keyword in node.kwargs]
 
         def call(scope: Scope) -> Any:
             callee = function(scope)
             if not callable(callee):
-                raise ExpressionError(f"{name} is {show(callee)}, not a function")
+                raise ExpressionError(f"{source(node.node)} is {show(callee)}, not a function")
             given = [argument(scope) for argument in arguments]
             named = {key: value(scope) for key, value in keywords} if keywords else _NO_KEYWORDS
             try:
                 result = callee(*given, **named)
             except TypeError as error:
-                raise ExpressionError(f"{name}: {error}") from None
+                raise ExpressionError(f"{source(node.node)}: {error}") from None
             spend(scope, result, *given)
             return result
 

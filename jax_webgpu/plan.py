@@ -145,7 +145,7 @@ def make(resolved: Resolved, capabilities: Capabilities) -> Plan:
 @functools.lru_cache(maxsize=1024)
 def _made(resolved: Resolved, capabilities: Capabilities) -> Plan | CallError | DeviceError:
     try:
-        return _plan(resolved, capabilities)
+        return anew(resolved, capabilities)
     except (CallError, DeviceError) as error:
         return error.with_traceback(None)
 
@@ -155,7 +155,8 @@ def forget() -> None:
     _made.cache_clear()
 
 
-def _plan(resolved: Resolved, capabilities: Capabilities) -> Plan:
+def anew(resolved: Resolved, capabilities: Capabilities) -> Plan:
+    """As `make`, but nothing is kept."""
     selection = variants.select(resolved, capabilities)
     variant, spec = selection.variant, resolved.spec
     names = dict(selection.scope)

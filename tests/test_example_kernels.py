@@ -119,9 +119,9 @@ def test_plans_of_devices_on_paper(name, preset, monkeypatch):
         halves = any(array.tensor.dtype == "float16" for array in arrays)
         if halves and not preset.has("shader-f16"):
             with pytest.raises(DeviceError, match=r"f16Ok\(dtypes"):
-                plan._plan(call, preset)
+                plan.anew(call, preset)
             continue
-        planned = plan._plan(call, preset)  # past the cache
+        planned = plan.anew(call, preset)  # past the cache
         assert planned.unwritten == ()
         assert bool(planned.passes) == all(case.outputs["y"].tensor.shape)
         for each in planned.passes:
