@@ -23,6 +23,12 @@ from jax_webgpu import CallError, DerivativeError, DTypeError, load_kernel, reso
 RNG = np.random.default_rng(41)
 
 
+@pytest.fixture(autouse=True)
+def seeded():
+    """The same numbers in a test whichever ran before it: some checks are by finite differences."""
+    RNG.bit_generator.state = np.random.default_rng(41).bit_generator.state
+
+
 def floats(*shape, dtype="float32"):
     """Small whole numbers, on which the kernels here are exact."""
     return RNG.integers(-8, 9, shape).astype(dtype)
@@ -75,6 +81,7 @@ def test_what_is_optional(run, scale):
     np.testing.assert_array_equal(again.twice, both.twice)
 
 
+@pytest.mark.halves
 def test_numbers_take_the_dtype_of_the_arrays_beside_them(run, scale):
     x = floats(dtype="float16")
     y = run(lambda x: scale(x, 1.5), x)
