@@ -191,7 +191,8 @@ def _info(options: argparse.Namespace) -> int:
     for adapter in found:
         mark = "*" if adapter.index == chosen.index else " "
         print(f"{mark} {adapter.index}: {adapter}")
-        capabilities = chosen.capabilities if adapter is chosen else adapter.capabilities
+        own = adapter.index == chosen.index
+        capabilities = device.get().capabilities if own else adapter.capabilities
         print(f"     features: {', '.join(sorted(capabilities.features)) or 'none'}")
         for name, value in capabilities.limits:
             print(f"     {name}: {value:,}")

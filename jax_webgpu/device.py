@@ -11,7 +11,7 @@ import time
 import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, cycle, islice
 from itertools import count as numbers
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import numpy as np
 
 from jax_webgpu import config, plan
-from jax_webgpu.capabilities import FLOOR_LIMITS, Capabilities
+from jax_webgpu.capabilities import FLOOR_LIMITS, Capabilities, worse
 from jax_webgpu.errors import AdapterError, DeviceError, DeviceLostError, ShaderError
 from jax_webgpu.plan import Bound, PassPlan
 from jax_webgpu.program import Launch, Program, alone
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 _FEATURES = ("shader-f16", "subgroup", "timestamp-query")
 # A feature of wgpu's own: buffers that kernels bind may be mapped too.
 _MAPPABLE = "mappable-primary-buffers"
+# WebGPU's names, where wgpu has others.
+_WEBGPU_NAMES = {"subgroup": "subgroups"}
 
 # How many programs are kept, with their pipelines, uniforms and bind groups. A pipeline takes
 # 0.4 MB of lavapipe's memory, and WGSL may hold a call's sizes: then each shape has its own.
@@ -284,9 +286,32 @@ def _fleet(found: "Sequence[wgpu.GPUAdapter]") -> list[AdapterInfo]:
                 0,
             )
     if environment.adapter is not None or chosen.kind == "CPU":
-        return [chosen]
+        return [_held(chosen)]
     same = [info for info in infos if (info.kind, info.backend) == (chosen.kind, chosen.backend)]
-    return [chosen, *(info for info in same if info is not chosen)]
+    return [_held(info) for info in [chosen, *(info for info in same if info is not chosen)]]
+
+
+def _held(info: AdapterInfo) -> AdapterInfo:
+    """The adapter with no more features and limits than the environment leaves it."""
+    environment, own = config.environment(), info.capabilities
+    limits = dict(own.limits)
+    for name, value in environment.limits:
+        if value not in (FLOOR_LIMITS[name], worse(name, value, limits.get(name, value))):
+            raise AdapterError(
+                f"JAX_WEBGPU_LIMITS sets {name} to {value:,}, and {info} has {limits[name]:,}"
+            )
+    held = own.held_to(environment.features, dict(environment.limits))
+    return replace(info, capabilities=held)
+
+
+def _usable(adapter: "wgpu.GPUAdapter") -> list[str]:
+    """Features of the adapter that this module knows and the environment leaves it."""
+    left = config.environment().features
+    return [
+        name
+        for name in (*_FEATURES, _MAPPABLE)
+        if name in adapter.features and (left is None or _WEBGPU_NAMES.get(name, name) in left)
+    ]
 
 
 class _Recent(OrderedDict[Any, Any]):
@@ -645,12 +670,14 @@ class Device:
         wgpu = _wgpu()
         # Where the device's memory is the host's, kernels bind what the host maps; else the host
         # maps pieces that the device copies.
-        self._unified = _MAPPABLE in adapter.features and info.kind in _UNIFIED
-        asked = (*_FEATURES, _MAPPABLE) if self._unified else _FEATURES
-        features = [name for name in asked if name in adapter.features]
+        usable = _usable(adapter)
+        self._unified = _MAPPABLE in usable and info.kind in _UNIFIED
         try:
             self._device = adapter.request_device_sync(
-                label="jax_webgpu", required_features=features
+                label="jax_webgpu",
+                required_features=[n for n in usable if n != _MAPPABLE or self._unified],
+                # The adapter's own, unless the environment holds them down.
+                required_limits=dict(info.capabilities.limits),
             )
             self.capabilities = self._probed(info.capabilities)
             self._pool = _Pool(self._device, self.capabilities.limit("maxBufferSize"))

@@ -30,6 +30,11 @@ def pytest_configure(config):
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     # Warnings are errors. This one is given once a process, to users: the report names the adapter.
     config.addinivalue_line("filterwarnings", "ignore::jax_webgpu.SoftwareAdapterWarning")
+    config.addinivalue_line(
+        "markers",
+        "halves: of kernels that compute in float16; where the adapter has no shader-f16 there is "
+        "nothing to test, and it is deselected (tests/test_masks.py tests what is refused)",
+    )
 
 
 def pytest_addoption(parser):
@@ -42,6 +47,10 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(config, items):
+    halves = {item for item in items if item.get_closest_marker("halves")}
+    if halves and not has_halves():
+        config.hook.pytest_deselected(items=[*halves])
+        items[:] = [item for item in items if item not in halves]
     most = config.getoption("each")
     if most is None:
         return
@@ -54,6 +63,12 @@ def pytest_collection_modifyitems(config, items):
         kept.update(own[at * len(own) // count] for at in range(count))
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
+
+
+def has_halves():
+    with contextlib.suppress(jax_webgpu.AdapterError), warnings.catch_warnings(action="ignore"):
+        return jax_webgpu.device_info().capabilities.has("shader-f16")
+    return True  # what needs an adapter fails by itself
 
 
 @pytest.hookimpl(wrapper=True)

@@ -732,6 +732,7 @@ def test_arrays_of_several_pieces(piece, unified, fresh, mapper):
         assert (done["submissions"] == 1) == (unified or x.nbytes <= 64)
 
 
+@pytest.mark.halves  # buffers whose elements are no whole words
 @pytest.mark.parametrize("unified", [True, False])
 @pytest.mark.parametrize("width", [3, 5, 6])
 def test_rows_with_gaps_between_them(width, unified, fresh, mapper):
@@ -755,6 +756,7 @@ def test_rows_with_gaps_between_them(width, unified, fresh, mapper):
     assert not wide_y[:, :2].any() and not wide_y[:, 2 + width :].any()
 
 
+@pytest.mark.halves  # buffers whose elements are no whole words
 @pytest.mark.parametrize("unified", [True, False])
 def test_bytes_of_an_array_that_end_within_a_word(unified, fresh, mapper):
     gpu = fresh(_PIECE_BYTES=64, _WRITE_BYTES=16, _UNIFIED=KINDS if unified else ())

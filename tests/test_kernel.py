@@ -81,6 +81,7 @@ def test_what_is_optional(run, scale):
     np.testing.assert_array_equal(again.twice, both.twice)
 
 
+@pytest.mark.halves
 def test_numbers_take_the_dtype_of_the_arrays_beside_them(run, scale):
     x = floats(dtype="float16")
     y = run(lambda x: scale(x, 1.5), x)
