@@ -30,7 +30,7 @@ Weights = dict[str, jax.Array]
 
 @jax_webgpu.fuse
 def block(weights: Weights, x: jax.Array, mask: jax.Array, positions: jax.Array) -> jax.Array:
-    """x of (batch, sequence, width) through attention and MLP, each beside a residual."""
+    """X of (batch, sequence, width) through attention and MLP, each beside a residual."""
     qkv = matmul(rms_norm(x, weights["norm 1"]), weights["qkv"])
     q, k, v = jax_webgpu.split(qkv, num_outputs=3, axis=-1)
     cos, sin = weights["cos"], weights["sin"]

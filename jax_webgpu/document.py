@@ -22,6 +22,7 @@ from jax_webgpu.values import is_number, number
 # Published manifests have up to 300 KiB, and some twenty thousand values.
 MAX_BYTES = 4 << 20
 MAX_VALUES = 200_000
+MAX_DATA_BYTES = 32 << 20
 MAX_NESTING = 64
 
 # What every expression may name.
@@ -38,16 +39,34 @@ D = TypeVar("D")
 
 
 def parse(data: bytes, overlay: bytes, file: Path) -> "Node":
-    """The document in `data` with the members of `overlay`; `file` is the name in messages.
+    """The manifest in `data` with the members of `overlay`; `file` is the name in messages.
 
     Raises:
       SpecError: it is not JSON, has flaws, or is too large.
     """
+    return _parse([data, overlay], file, number, MAX_BYTES, MAX_VALUES)
+
+
+def parse_data(data: bytes, file: Path) -> "Node":
+    """As `parse`, of a file of arrays: integers of any size stay exact, and it may be larger.
+
+    Raises:
+      SpecError: it is not JSON, has flaws, or is too large.
+    """
+    return _parse([data], file, lambda value: value, MAX_DATA_BYTES, MAX_DATA_BYTES)
+
+
+def _parse(
+    parts: list[bytes], file: Path, numbers: Callable[[Any], Any], most: int, most_values: int
+) -> "Node":
     try:
-        if len(data) + len(overlay) > MAX_BYTES:
-            raise ValueError(f"more than {MAX_BYTES:,} bytes")
-        root = Node(_overlaid(_document(data), _document(overlay)), file)
-        _check(root)
+        if sum(map(len, parts)) > most:
+            raise ValueError(f"more than {most:,} bytes")
+        document, *overlays = (_document(part, numbers) for part in parts)
+        for overlay in overlays:
+            document = _overlaid(document, overlay)
+        root = Node(document, file)
+        _check(root, most_values)
         return root
     except SpecError:
         raise
@@ -84,14 +103,14 @@ class Flaw:
     text: str
 
 
-def _document(data: bytes) -> Any:
-    """The JSON value, its numbers as the format has them, with a `Flaw` for what is not JSON."""
+def _document(data: bytes, numbers: Callable[[Any], Any]) -> Any:
+    """The JSON value, with a `Flaw` for what is not JSON."""
     return json.loads(
         data,
         object_pairs_hook=_members,
         parse_constant=lambda name: Flaw(f"{name} is not JSON"),
-        parse_float=lambda text: number(float(text)),
-        parse_int=lambda text: number(int(text)),
+        parse_float=lambda text: numbers(float(text)),
+        parse_int=lambda text: numbers(int(text)),
     )
 
 
@@ -104,7 +123,7 @@ def _members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def _check(root: "Node") -> None:
+def _check(root: "Node", most_values: int) -> None:
     """Raises for the first flaw, and for more values than are read."""
     count = 0
     for node, depth in _walk(root, 1):
@@ -115,8 +134,8 @@ def _check(root: "Node") -> None:
             raise node.fail("half of a surrogate pair is no text")
         if isinstance(value, dict | list):
             count += len(value)
-        if count > MAX_VALUES:
-            raise root.fail(f"more than {MAX_VALUES:,} values")
+        if count > most_values:
+            raise root.fail(f"more than {most_values:,} values")
         if depth > MAX_NESTING:
             raise root.fail("nested too deeply")
 

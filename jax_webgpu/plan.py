@@ -118,6 +118,11 @@ class Plan:
             if math.prod(tensor.shape) and name not in bound
         )
 
+    def check_written(self) -> None:
+        """Raises `CallError` where some output would be what its memory happens to hold."""
+        if self.unwritten:
+            raise CallError(f"{self.label}: no pass writes {', '.join(self.unwritten)}")
+
     def describe(self, *, wgsl: bool = True) -> str:
         """The plan as text for a person."""
         return "\n".join(_describe(self, wgsl))
@@ -143,6 +148,11 @@ def _made(resolved: Resolved, capabilities: Capabilities) -> Plan | CallError | 
         return anew(resolved, capabilities)
     except (CallError, DeviceError) as error:
         return error.with_traceback(None)
+
+
+def forget() -> None:
+    """Gives back the memory of the plans that were made."""
+    _made.cache_clear()
 
 
 def anew(resolved: Resolved, capabilities: Capabilities) -> Plan:

@@ -246,6 +246,14 @@ def _attributes(spec: Spec, given: Mapping[str, Any]) -> Pairs:
             continue
         if isinstance(value, bool) and not isinstance(attribute.default, bool):
             value = int(value)  # equal to it, so it must also print the same
+        kinds = {
+            _kind(each)
+            for each in (value, attribute.default)
+            if isinstance(each, int | float | str)
+        }
+        if kinds == {"string", "number"}:
+            wanted = _kind(attribute.default)
+            raise CallError(f"{spec.name}: {name} is {show(value)}; expected a {wanted}")
         if attribute.values is not None and _rounded(value) not in map(_rounded, attribute.values):
             allowed = ", ".join(map(show, attribute.values))
             raise CallError(f"{spec.name}: {name} is {show(value)}; expected one of {allowed}")

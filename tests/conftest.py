@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import warnings
+from collections import defaultdict
 
 import jax
 import pytest
@@ -20,8 +21,54 @@ jax.config.update("jax_num_cpu_devices", 8)  # for the meshes
 
 
 def pytest_configure(config):
+    # XLA takes half of the time, and compiles much of the same for many tests. A worker has a cache
+    # of its own: they are written to without a lock.
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "main")
+    cache = config.rootpath / "build" / "xla-cache" / f"{jax.__version__}-{worker}"
+    jax.config.update("jax_compilation_cache_dir", str(cache))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     # Warnings are errors. This one is given once a process, to users: the report names the adapter.
     config.addinivalue_line("filterwarnings", "ignore::jax_webgpu.SoftwareAdapterWarning")
+    config.addinivalue_line(
+        "markers",
+        "halves: of kernels that compute in float16; where the adapter has no shader-f16 there is "
+        "nothing to test, and it is deselected (tests/test_masks.py tests what is refused)",
+    )
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--each",
+        type=int,
+        metavar="N",
+        help="of each test function at most N of its cases, spread evenly over all of them",
+    )
+
+
+def pytest_collection_modifyitems(config, items):
+    halves = {item for item in items if item.get_closest_marker("halves")}
+    if halves and not has_halves():
+        config.hook.pytest_deselected(items=[*halves])
+        items[:] = [item for item in items if item not in halves]
+    most = config.getoption("each")
+    if most is None:
+        return
+    cases = defaultdict(list)
+    for item in items:
+        cases[item.nodeid.partition("[")[0]].append(item)
+    kept = set()
+    for own in cases.values():
+        count = min(most, len(own))
+        kept.update(own[at * len(own) // count] for at in range(count))
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
+
+
+def has_halves():
+    with contextlib.suppress(jax_webgpu.AdapterError), warnings.catch_warnings(action="ignore"):
+        return jax_webgpu.device_info().capabilities.has("shader-f16")
+    return True  # what needs an adapter fails by itself
 
 
 @pytest.hookimpl(wrapper=True)
