@@ -129,6 +129,8 @@ class _TemplateParser(Parser):
 
     def __init__(self, source: str):
         self.lines = list[int]()
+        self.opened = list[int]()
+        """The lines of the tags around."""
         self.blocks = 0
         super().__init__(source)
 
@@ -162,7 +164,6 @@ class _TemplateParser(Parser):
         if self.blocks > MAX_NESTING:
             self.fail("nested too deeply")
         body, data = list[nodes.Node](), list[nodes.Node]()
-        first = self.line
 
         def flush() -> None:
             if data:
@@ -190,7 +191,7 @@ class _TemplateParser(Parser):
             self.expect("block_end")
         if ends:
             expected = " or ".join(f"'{each}'" for each in ends)
-            self.fail(f"Unexpected end of template, {expected} is missing", first)
+            self.fail(f"Unexpected end of template, {expected} is missing", self.opened[-1])
         flush()
         return body
 
@@ -213,7 +214,9 @@ class _TemplateParser(Parser):
         if parse is None:
             self.fail(f"Encountered unknown tag {word!r}")
         self.advance()
+        self.opened.append(line)
         node = parse()
+        self.opened.pop()
         vars(node)["lineno"] = line
         return node
 

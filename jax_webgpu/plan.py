@@ -29,12 +29,15 @@ from jax_webgpu.spec import (
     whole,
 )
 from jax_webgpu.templates import Template
-from jax_webgpu.values import UNDEFINED, is_sequence, show
+from jax_webgpu.values import UNDEFINED, is_sequence, need_unicode, show
 
 # More passes than this are a mistake of a repeat count, and so are more turns, with passes that
 # have no work, or with none.
 MAX_PASSES = 4096
 MAX_TURNS = 16384
+
+# The largest buffers that the intermediates of a call may take together.
+MAX_BUFFERS = 16
 
 _NOTHING = frozenset[str]()
 
@@ -183,6 +186,7 @@ def anew(resolved: Resolved, capabilities: Capabilities) -> Plan:
         for each in scratch:
             what = f"{where}: the intermediate {each.name} in bytes:"
             _check(capabilities, what, each.size, "maxBufferSize")
+        _check_total(capabilities, where, sum(each.size for each in scratch))
         planner = _Planner(
             resolved, capabilities, where, names, arrays | {each.name: each for each in scratch}
         )
@@ -237,7 +241,7 @@ def render(
     """The WGSL of a pass; `names` is its whole scope, `strict` as in `Template.render`."""
     declared = {"resourceDeclarations": declarations(bindings)}
     env = {"wgsl": declared, "device": capabilities.as_scope()}
-    text = template.render({**names, "env": env}, strict=strict)
+    text = need_unicode(template.render({**names, "env": env}, strict=strict))
     return "enable f16;\n" + text if wgsl.lacks_f16(wgsl.code(text)) else text
 
 
@@ -505,6 +509,16 @@ class _Identity:
 
     def __hash__(self) -> int:
         return id(self.value)
+
+
+def _check_total(capabilities: Capabilities, where: str, need: int) -> None:
+    """WebGPU has no limit for this; but a device has no more memory than a few largest buffers."""
+    most = MAX_BUFFERS * capabilities.limit("maxBufferSize")
+    if need > most:
+        raise LimitError(
+            f"{where}: the intermediates in bytes: {need:,}; {MAX_BUFFERS} times the maxBufferSize "
+            f"of {capabilities.name} is {most:,}"
+        )
 
 
 def _check(capabilities: Capabilities, what: str, need: int, *limits: str) -> None:

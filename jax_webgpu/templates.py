@@ -26,10 +26,10 @@ from jax_webgpu.values import (
     truthy,
 )
 
-# Blocks within each other, and macros that are called by others; each takes a few frames of
+# Macros that are called by others, and blocks within each other; each takes a few frames of
 # Python's stack.
-MAX_NESTING = 32
 MAX_CALLS = 32
+MAX_NESTING = markup.MAX_NESTING
 
 # What a statement does: reads and changes the scope, and writes to the output.
 Statement = Callable[[dict[str, Any], "Output"], None]
@@ -138,7 +138,6 @@ class _TemplateCompiler(Compiler):
         super().__init__(lenient)
         self.template = name
         self.line = 1
-        self.nesting = 0
         self.sets = 0
         """The statements so far that set a name."""
         self.counts = 0
@@ -156,13 +155,9 @@ class _TemplateCompiler(Compiler):
         return self.optional(node)
 
     def block(self, body: Sequence[nodes.Node]) -> Statement:
-        self.nesting += 1
-        if self.nesting > MAX_NESTING:
-            raise ExpressionError(f"{self.template}: nested too deeply")
         around, self.size = self.size, 1
         steps = [self._statement(node) for node in body]
         cost, self.size = self.size, around  # a block inside this one charges its own cost
-        self.nesting -= 1
 
         def run(scope: dict[str, Any], output: Output) -> None:
             output.meter.spend(cost)
