@@ -29,7 +29,7 @@ from jax_webgpu.spec import (
     whole,
 )
 from jax_webgpu.templates import Template
-from jax_webgpu.values import UNDEFINED, is_sequence, need_unicode, show
+from jax_webgpu.values import UNDEFINED, counted, is_sequence, need_unicode, show
 
 # More passes than this are a mistake of a repeat count, and so are more turns, with passes that
 # have no work, or with none.
@@ -317,8 +317,8 @@ class _Planner:
             raise ExpressionError(f"the binding {binding.name}: {error}") from None
         if array.size // least > _U32:
             raise LimitError(
-                f"{array.name} has {array.size // least:,} elements of {element}; WGSL counts them "
-                f"in u32, up to {_U32:,}"
+                f"{array.name} has {counted(array.size // least)} elements of {element}; WGSL "
+                f"counts them in u32, up to {_U32:,}"
             )
         read_only = binding.source in spec.inputs and binding.source not in spec.outputs
         type_ = f"array<{element}>"
@@ -516,8 +516,8 @@ def _check_total(capabilities: Capabilities, where: str, need: int) -> None:
     most = MAX_BUFFERS * capabilities.limit("maxBufferSize")
     if need > most:
         raise LimitError(
-            f"{where}: the intermediates in bytes: {need:,}; {MAX_BUFFERS} times the maxBufferSize "
-            f"of {capabilities.name} is {most:,}"
+            f"{where}: the intermediates in bytes: {counted(need)}; {MAX_BUFFERS} times the "
+            f"maxBufferSize of {capabilities.name} is {most:,}"
         )
 
 
@@ -525,7 +525,8 @@ def _check(capabilities: Capabilities, what: str, need: int, *limits: str) -> No
     for limit in limits:
         if need > capabilities.limit(limit):
             raise LimitError(
-                f"{what} {need:,}; {limit} of {capabilities.name} is {capabilities.limit(limit):,}"
+                f"{what} {counted(need)}; {limit} of {capabilities.name} is "
+                f"{capabilities.limit(limit):,}"
             )
 
 

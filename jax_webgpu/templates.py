@@ -31,6 +31,9 @@ from jax_webgpu.values import (
 MAX_CALLS = 32
 MAX_NESTING = markup.MAX_NESTING
 
+# What the call of a macro costs, besides what the macro does.
+_CALL = 16
+
 # What a statement does: reads and changes the scope, and writes to the output.
 Statement = Callable[[dict[str, Any], "Output"], None]
 
@@ -356,6 +359,7 @@ class _TemplateCompiler(Compiler):
                         inner[argument] = defaults[index - required](inner)
                     else:
                         inner[argument] = UNDEFINED
+                output.meter.spend(_CALL)
                 output.calls += 1
                 if output.calls > MAX_CALLS:
                     raise ExpressionError("macros call each other without end")
