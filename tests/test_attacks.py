@@ -7,7 +7,6 @@ that comes out, exactly, or an error, of which the message's beginning or a part
 import json
 import os
 import re
-import resource
 import socket
 import subprocess
 import sys
@@ -26,6 +25,8 @@ from jax_webgpu.errors import (
     SpecError,
 )
 from jax_webgpu.resolve import Tensor, resolve
+
+resource = pytest.importorskip("resource")  # not on Windows
 
 # Of the processor's time. What is refused takes a fraction; a bound that is reached, most of it.
 SECONDS = 3
