@@ -1,4 +1,4 @@
-"""WGSL templates: Jinja's grammar, run by the same evaluator as expressions.
+"""WGSL templates: parsed by Jinja2, run by the same evaluator as expressions.
 
 The statements are Jinja's (output, if, for, set, macro, call, with); imports, includes and
 inheritance are not in the manifest format. Running a template is bounded in steps and in text.
@@ -9,9 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import jinja2
 from jinja2 import nodes
 
-from jax_webgpu import markup, values
+from jax_webgpu import values
 from jax_webgpu.errors import ExpressionError
 from jax_webgpu.expressions import Compiler, Evaluator
 from jax_webgpu.values import (
@@ -102,13 +103,20 @@ class Template:
 def parse(name: str, source: str) -> Template:
     """Parses a template; raises `ExpressionError` with template name and line."""
     try:
-        template = Template(name, source, markup.parse(source))
+        template = Template(name, source, _environment.parse(source).body)
         _ = template.reads  # compiled here, for its errors
         return template
-    except markup.SyntaxFault as fault:
-        raise ExpressionError(f"{name}:{fault.line}: {fault}") from None
+    except ExpressionError:
+        raise
+    except jinja2.TemplateSyntaxError as error:
+        raise ExpressionError(f"{name}:{error.lineno}: {error.message}") from None
     except RecursionError:
         raise ExpressionError(f"{name}: nested too deeply") from None
+    except ValueError as error:  # a number of thousands of digits
+        raise ExpressionError(f"{name}: {error}") from None
+
+
+_environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, optimized=False)
 
 
 def _range(*bounds: Any) -> range:
