@@ -1023,6 +1023,16 @@ class Device:
                 for memory in held:
                     memory.destroy()
 
+    def compile(self, passes: Sequence[PassPlan]) -> None:
+        """Makes the pipelines of a plan's passes, and runs nothing.
+
+        Raises:
+          ShaderError: wgpu refuses a shader.
+        """
+        with self._lock:
+            for each in passes:
+                self._pipeline(each)
+
     def _pipeline(self, each: PassPlan) -> _Pipeline:
         kinds = tuple(bound.buffer for bound in each.bindings)
         key = (each.wgsl, kinds)
