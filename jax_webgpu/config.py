@@ -88,7 +88,7 @@ def environment() -> Environment:
 def _features(text: str) -> frozenset[str] | None:
     names = frozenset(_listed(text))
     unknown = names - {*FEATURES, "floor"}
-    if unknown or len(names) > 1 and "floor" in names:
+    if unknown or (len(names) > 1 and "floor" in names):
         raise CallError(
             f"JAX_WEBGPU_FEATURES is {text!r}; expected floor, or names of {', '.join(FEATURES)}"
         )

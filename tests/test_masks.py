@@ -305,7 +305,7 @@ def test_names_and_values_may_have_spaces_between(environment):
 
 def test_more_than_the_adapter_has_is_an_error(environment):
     environment("", f"maxBufferSize={2**60}")
-    with pytest.raises(jax_webgpu.AdapterError, match="sets maxBufferSize to 1,152,9.* has "):
+    with pytest.raises(jax_webgpu.AdapterError, match=r"sets maxBufferSize to 1,152,9.* has "):
         device.get()
 
 
