@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -25,6 +26,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(_with_kernel(sys.argv[1:] if arguments is None else arguments))
     try:
         status: int = options.run(options)
+    except BrokenPipeError:  # what reads has read enough; at exit Python would write again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except (JaxWebGPUError, ValueError) as error:
         print(f"python -m jax_webgpu {options.command}: {error}", file=sys.stderr)
         return 1

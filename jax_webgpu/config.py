@@ -7,6 +7,8 @@ Environment variables, read once:
   JAX_WEBGPU_ADAPTER      index, or part of the name in any case, of the adapter to use
   JAX_WEBGPU_REQUIRE_GPU  1: an adapter that is a CPU is an error
   JAX_WEBGPU_CALLBACK     pure or buffer: what `configure(callback=...)` starts from
+  JAX_WEBGPU_POOL_BYTES   how many bytes of idle device memory are kept for the next call
+  JAX_WEBGPU_TIMEOUT      how many seconds a call waits for the device before it raises
   JAX_WEBGPU_FEATURES     the features to use where the adapter has them, separated by commas, of
                           shader-f16, subgroups, timestamp-query and wgpu's own
                           mappable-primary-buffers; or floor: none. Unset: all
@@ -64,6 +66,8 @@ class Environment:
     adapter: str | None
     require_gpu: bool
     callback: str | None
+    pool_bytes: int | None
+    timeout: float | None
     features: frozenset[str] | None
     """The only features to use; `floor` in the variable is an empty set here."""
     limits: tuple[tuple[str, int], ...]
@@ -80,9 +84,24 @@ def environment() -> Environment:
         adapter=os.environ.get("JAX_WEBGPU_ADAPTER", "").strip() or None,
         require_gpu=os.environ.get("JAX_WEBGPU_REQUIRE_GPU", "").lower() in ("1", "true", "yes"),
         callback=callback,
+        pool_bytes=_number("JAX_WEBGPU_POOL_BYTES", int, "a whole number of bytes, 0 or more"),
+        timeout=_number("JAX_WEBGPU_TIMEOUT", float, "a number of seconds, 0 or more"),
         features=_features(os.environ.get("JAX_WEBGPU_FEATURES", "")),
         limits=_limits(os.environ.get("JAX_WEBGPU_LIMITS", "")),
     )
+
+
+def _number(variable: str, kind: Callable[[str], Any], expected: str) -> Any:
+    text = os.environ.get(variable, "").strip()
+    if not text:
+        return None
+    try:
+        value = kind(text)
+    except ValueError:
+        value = -1
+    if not value >= 0:  # nor is NaN
+        raise CallError(f"{variable} is {text!r}; expected {expected}")
+    return value
 
 
 def _features(text: str) -> frozenset[str] | None:

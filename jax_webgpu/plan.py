@@ -6,16 +6,13 @@ the device it is made for. A plan can be printed and tested on a machine without
 
 import functools
 import math
-import struct
-from collections import ChainMap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import count, islice
 from typing import Any, TypeVar
 
-from jax_webgpu import dtypes, variants, wgsl
+from jax_webgpu import dtypes, uniforms, variants, wgsl
 from jax_webgpu.capabilities import Capabilities
+from jax_webgpu.document import Value
 from jax_webgpu.errors import CallError, DeviceError, ExpressionError, LimitError
 from jax_webgpu.expressions import EVERY
 from jax_webgpu.helpers import ceil_div
@@ -27,16 +24,19 @@ from jax_webgpu.spec import (
     Repeat,
     StructField,
     evaluate,
+    reads,
     sizes,
     whole,
 )
 from jax_webgpu.templates import Template
-from jax_webgpu.values import UNDEFINED, is_number, is_sequence, show
+from jax_webgpu.values import UNDEFINED, is_sequence, show
 
 # More passes than this are a mistake of a repeat count, and so are more turns, with passes that
 # have no work, or with none.
 MAX_PASSES = 4096
 MAX_TURNS = 16384
+
+_NOTHING = frozenset[str]()
 
 T = TypeVar("T")
 
@@ -74,8 +74,8 @@ class Bound:
     size: int
     """Bytes that are bound, never 0: an empty array is bound as one element."""
     data: bytes = b""
-    fields: tuple[tuple[str, str, Any], ...] = ()
-    """Name, WGSL type and value of each member of a struct, padding included."""
+    fields: tuple[uniforms.Field, ...] = ()
+    """The members of a struct, padding included."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +118,11 @@ class Plan:
             if math.prod(tensor.shape) and name not in bound
         )
 
+    def check_written(self) -> None:
+        """Raises `CallError` where some output would be what its memory happens to hold."""
+        if self.unwritten:
+            raise CallError(f"{self.label}: no pass writes {', '.join(self.unwritten)}")
+
     def describe(self, *, wgsl: bool = True) -> str:
         """The plan as text for a person."""
         return "\n".join(_describe(self, wgsl))
@@ -140,12 +145,18 @@ def make(resolved: Resolved, capabilities: Capabilities) -> Plan:
 @functools.lru_cache(maxsize=1024)
 def _made(resolved: Resolved, capabilities: Capabilities) -> Plan | CallError | DeviceError:
     try:
-        return _plan(resolved, capabilities)
+        return anew(resolved, capabilities)
     except (CallError, DeviceError) as error:
         return error.with_traceback(None)
 
 
-def _plan(resolved: Resolved, capabilities: Capabilities) -> Plan:
+def forget() -> None:
+    """Gives back the memory of the plans that were made."""
+    _made.cache_clear()
+
+
+def anew(resolved: Resolved, capabilities: Capabilities) -> Plan:
+    """As `make`, but nothing is kept."""
     selection = variants.select(resolved, capabilities)
     variant, spec = selection.variant, resolved.spec
     names = dict(selection.scope)
@@ -191,7 +202,7 @@ def _plan(resolved: Resolved, capabilities: Capabilities) -> Plan:
     )
 
 
-def declarations(bindings: tuple[Bound, ...]) -> str:
+def declarations(bindings: Sequence[Bound]) -> str:
     """The WGSL of a pass's resources: the structs, then a variable a line."""
     structs = {}
     for bound in bindings:
@@ -217,7 +228,7 @@ def declarations(bindings: tuple[Bound, ...]) -> str:
 
 def render(
     template: Template,
-    bindings: tuple[Bound, ...],
+    bindings: Sequence[Bound],
     names: Mapping[str, Any],
     capabilities: Capabilities,
     *,
@@ -289,8 +300,7 @@ class _Planner:
                 yield from self._unrolled(entry.passes, inside)
 
     def bind(self, binding: Binding, names: Mapping[str, Any]) -> Bound:
-        if binding.struct is not None:
-            return self._bind_struct(binding, binding.struct, names)
+        """A binding of an array."""
         if binding.source not in self.arrays:
             raise ExpressionError(
                 f"the binding {binding.name} needs {binding.source}, which is absent"
@@ -335,20 +345,6 @@ class _Planner:
             raise ExpressionError(f"the element type {wanted} of {binding.name} is {show(value)}")
         return value
 
-    def _bind_struct(
-        self, binding: Binding, struct: tuple[StructField, ...], names: Mapping[str, Any]
-    ) -> Bound:
-        fields = [_field(each, names, self.args) for each in struct]
-        taken = {name for name, _, _ in fields}
-        spare = (name for index in count() if (name := f"_pad{index}") not in taken)
-        padding = -len(fields) % 4 if fields else 4
-        fields += [(name, "u32", 0) for name in islice(spare, padding)]
-        data = b"".join(_packed(*each) for each in fields)
-        kind = binding.buffer or "uniform"
-        return Bound(
-            binding.name, kind, binding.struct_name or "", "", len(data), data, tuple(fields)
-        )
-
 
 class _Step:
     """A pass of the manifest, and what its dispatches share.
@@ -362,57 +358,86 @@ class _Step:
         self.step = step
         self.label = f"{planner.where}.{step.id}"
         self.template = planner.resolved.spec.templates[step.shader]
-        self.names = dict(planner.names)
-        self.derived = [name for name, _ in step.derive]
-        # All that may have another value in another turn.
-        self.changing = frozenset([*loops, *self.derived])
-        self.watched = dict[Any, tuple[str, ...]]()
-        self.made = dict[tuple[Any, ...], Any]()
+        self.names = planner.names
+        self.changing = {*loops}
+        """The names that may have another value in another turn."""
+        self.watched = dict[object, tuple[str, ...]]()
+        self.made = dict[object, Any]()
+        self.kept = dict[str, Any]()
+        """The derived values that are the same in every turn."""
+        self.derived = self._derived()
+        self.bound = dict[str, Bound]()
+        self.rebound = list(step.bindings)
+
+    def changes(self, names: frozenset[str]) -> bool:
+        """Whether what reads these names may differ from turn to turn."""
+        return bool(self.changing) and not (self.changing.isdisjoint(names) and EVERY not in names)
+
+    def _derived(self) -> tuple[tuple[str, Value], ...]:
+        """What is derived in every turn; what would come out the same is in `kept`.
+
+        Only where none has the name of another value: an earlier one may read that.
+        """
+        names = [name for name, _ in self.step.derive]
+        plain = self.planner.names.keys().isdisjoint(names) and not any(
+            reads(value) & {*names[at:]} for at, (_, value) in enumerate(self.step.derive)
+        )
+        again = []
+        for name, value in self.step.derive:
+            if self.changes(reads(value)) or not plain:
+                self.changing.add(name)
+                again.append((name, value))
+        if len(again) < len(names):
+            once = [each for each in self.step.derive if each[0] not in self.changing]
+            names_ = extend(self.planner.names, once)
+            self.kept = {name: names_[name] for name, _ in once}
+        return tuple(again)
 
     def plan(self, loops: Mapping[str, Any]) -> PassPlan | None:
         """The dispatch in one turn of the groups around it; None if there is nothing to do."""
-        self._enter(loops)
         step = self.step
+        self._enter(loops)
         workgroups = self._once("", step.dispatch.reads, self._workgroups)
         if 0 in workgroups or step.is_view:
             return None
-        bindings = tuple(
-            self._once(each.name, each.reads, partial(self._bind, each)) for each in step.bindings
-        )
-        types = tuple(bound.type for bound in bindings)
-        code = self._once(types, self.template.reads, partial(self._render, bindings))
+        for each in self.rebound:
+            self.bound[each.name] = self._once(each.name, each.reads, self._bind, each)
+        # From now on those alone that may be another in the next turn.
+        self.rebound = [each for each in self.rebound if self.watched[each.name]]
+        bindings = tuple(self.bound.values())
+        types = tuple([bound.type for bound in bindings])
+        code = self._once(types, self.template.reads, self._render, bindings)
         parts = (workgroups, id(code), *map(id, bindings))  # `made` keeps what they name
-        if parts not in self.made:
-            self.made[parts] = PassPlan(
+        found = self.made.get(parts)
+        if found is None:
+            found = self.made[parts] = PassPlan(
                 self.label, code, bindings, workgroups, step.view_alias, self.template.name
             )
-        return self.made[parts]
+        return found
 
     def _enter(self, loops: Mapping[str, Any]) -> None:
-        """Makes the scope that of a turn: what the last one derived is gone before it derives."""
-        names, outside = self.names, ChainMap({**loops}, self.planner.names)
-        names.update(loops)
-        if self.derived:
-            for name in self.derived:
-                names.pop(name, None)
-                if name in outside:
-                    names[name] = outside[name]
-            names["derive"] = dict(outside["derive"])
-            derive(names, self.step.derive)
+        """Makes the scope of a turn."""
+        outside = self.planner.names
+        self.names = names = {**outside, **loops, **self.kept}
+        if self.step.derive:
+            names["derive"] = {**outside["derive"], **self.kept}
+            derive(names, self.derived)
 
-    def _once(self, what: object, reads: frozenset[str], make: Callable[[], T]) -> T:
+    def _once(self, what: object, reads: frozenset[str], make: Callable[..., T], *given: Any) -> T:
         """What `make` gives, or gave before with the same values in all that it reads.
 
         `what` tells apart what is made: the dispatch, a binding by its name, WGSL by its types.
         """
         watched = self.watched.get(what)
         if watched is None:
-            changing = self.changing if EVERY in reads else self.changing & reads
-            watched = self.watched[what] = tuple(changing)
-        key = (what, *[_frozen(self.names.get(name)) for name in watched])
+            every = self.changing if EVERY in reads else self.changing & reads
+            watched = self.watched[what] = tuple(every)
+        names, key = self.names, what
+        if watched:
+            key = (what, *[_frozen(names.get(name)) for name in watched])
         found = self.made.get(key)
         if found is None:
-            found = self.made[key] = make()
+            found = self.made[key] = make(*given)
         return found
 
     def _workgroups(self) -> tuple[int, int, int]:
@@ -422,11 +447,34 @@ class _Step:
         return workgroups
 
     def _bind(self, binding: Binding) -> Bound:
-        bound = self.planner.bind(binding, self.names)
+        if binding.struct is not None:
+            bound = self._bind_struct(binding, binding.struct)
+        else:
+            bound = self.planner.bind(binding, self.names)
         kind = "Uniform" if bound.buffer == "uniform" else "Storage"
         what = f"the binding {bound.name} in bytes:"
         self._check(what, bound.size, f"max{kind}BufferBindingSize", "maxBufferSize")
         return bound
+
+    def _bind_struct(self, binding: Binding, declared: tuple[StructField, ...]) -> Bound:
+        """A struct; of its fields only those that may differ are evaluated again."""
+        names, args = self.names, self.planner.args
+        ready = self._once(("fields", binding.name), _NOTHING, self._fields, declared)
+        fields = tuple(
+            [uniforms.field(each, names, args) if again else each for each, again in ready]
+        )
+        data, kind = uniforms.packed(fields), binding.buffer or "uniform"
+        type_ = binding.struct_name or ""
+        return Bound(binding.name, kind, type_, "", len(data), data, fields)
+
+    def _fields(self, declared: tuple[StructField, ...]) -> list[tuple[Any, bool]]:
+        """Of each field its value, padding included; or itself, and that it is to be evaluated."""
+        fields: list[tuple[Any, bool]] = []
+        for each in declared:
+            again = self.changes(reads(each.value))
+            ready = each if again else uniforms.field(each, self.names, self.planner.args)
+            fields.append((ready, again))
+        return [*fields, *((each, False) for each in uniforms.padding(declared))]
 
     def _render(self, bindings: tuple[Bound, ...]) -> str:
         text = render(self.template, bindings, self.names, self.planner.capabilities)
@@ -443,6 +491,9 @@ class _Step:
 
 def _frozen(value: Any, depth: int = 0) -> Any:
     """A value as something that is equal to another one's only if no template could tell."""
+    kind = value.__class__
+    if kind is int or kind is str:
+        return kind, value
     is_list = is_sequence(value)
     if not is_list and not isinstance(value, Mapping):
         return value.__class__, value
@@ -493,43 +544,6 @@ def _whole(value: Any, what: str, least: int = 0) -> int:
     if result is None or result < least:
         raise ExpressionError(f"{what} comes out as {show(value)}")
     return result
-
-
-def _field(
-    field: StructField, names: Mapping[str, Any], args: Mapping[str, Any]
-) -> tuple[str, str, Any]:
-    value: Any = UNDEFINED
-    if field.value is not None:
-        value = evaluate(field.value, names)
-    elif field.name in args:
-        value = args[field.name]
-    if value is UNDEFINED:
-        value = field.default
-    if value is UNDEFINED and not field.required:
-        value = 0
-    if isinstance(value, bool):
-        value = int(value)
-    if not is_number(value):
-        raise ExpressionError(f"the field {field.name} comes out as {show(value)}")
-    if field.type == "f32":
-        if math.isnan(value):
-            raise ExpressionError(f"the field {field.name} comes out as NaN")
-        return field.name, field.type, float(value)
-    low, high = (0, 2**32 - 1) if field.type == "u32" else (-(2**31), 2**31 - 1)
-    exact = whole(value)
-    if exact is None or not low <= exact <= high:
-        raise ExpressionError(
-            f"the field {field.name} comes out as {show(value)}; expected a whole number "
-            f"from {low} to {high} ({field.type})"
-        )
-    return field.name, field.type, exact
-
-
-def _packed(name: str, type_: str, value: Any) -> bytes:
-    try:
-        return struct.pack({"u32": "<I", "i32": "<i", "f32": "<f"}[type_], value)
-    except OverflowError:
-        raise ExpressionError(f"the field {name} comes out as {value}, beyond f32") from None
 
 
 def _describe(plan: Plan, wgsl: bool) -> Iterator[str]:

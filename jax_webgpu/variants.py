@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from jax_webgpu.capabilities import Capabilities
+from jax_webgpu.document import SCOPE_NAMES
 from jax_webgpu.errors import CallError, DeviceError, ExpressionError
 from jax_webgpu.expressions import Expression
 from jax_webgpu.resolve import Resolved, extend, scope
-from jax_webgpu.spec import SCOPE_NAMES, Requires, Spec, Variant, merged
+from jax_webgpu.spec import Requires, Spec, Variant, merged
 from jax_webgpu.values import truthy
 
 

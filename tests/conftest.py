@@ -21,6 +21,13 @@ jax.config.update("jax_num_cpu_devices", 8)  # for the meshes
 
 
 def pytest_configure(config):
+    # XLA takes half of the time, and compiles much of the same for many tests. A worker has a cache
+    # of its own: they are written to without a lock.
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "main")
+    cache = config.rootpath / "build" / "xla-cache" / f"{jax.__version__}-{worker}"
+    jax.config.update("jax_compilation_cache_dir", str(cache))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     # Warnings are errors. This one is given once a process, to users: the report names the adapter.
     config.addinivalue_line("filterwarnings", "ignore::jax_webgpu.SoftwareAdapterWarning")
     config.addinivalue_line(

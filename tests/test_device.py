@@ -319,7 +319,7 @@ MADE = [
 @pytest.fixture
 def spied(monkeypatch):
     """What wgpu makes and destroys from now on: bind groups by the sizes of what they bind, and
-    among the buffers those that are not uniforms, which are kept apart.
+    among the buffers those of the pool.
     """
     seen = SimpleNamespace(made=[], buffers=[], destroyed=[], bound=[])
 
@@ -338,7 +338,7 @@ def spied(monkeypatch):
         spy(type(gpu), name, lambda self, result, kwargs, name=name: seen.made.append(name))
 
     def pooled(self, buffer, kwargs):
-        if not buffer.usage & wgpu.BufferUsage.UNIFORM:
+        if kwargs.get("label") == "jax_webgpu":
             seen.buffers.append(buffer)
 
     spy(type(gpu), "create_buffer", pooled)

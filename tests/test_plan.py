@@ -769,9 +769,9 @@ def recurrent(count, **keys):
 
 def test_turns_share_what_does_not_change(monkeypatch):
     rendered, packed = [], []
-    render, bind = plan.render, plan._Planner.bind
+    render, bind = plan.render, plan._Step._bind
     monkeypatch.setattr(plan, "render", lambda *a: rendered.append(a) or render(*a))
-    monkeypatch.setattr(plan._Planner, "bind", lambda *a: packed.append(a[1].name) or bind(*a))
+    monkeypatch.setattr(plan._Step, "_bind", lambda *a: packed.append(a[1].name) or bind(*a))
     ready = planned("{{ width }} {{ env.wgsl.resourceDeclarations }}", **recurrent(300))
     assert len(ready.passes) == 300 and len(rendered) == 1
     assert {name: packed.count(name) for name in packed} == {

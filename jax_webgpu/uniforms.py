@@ -1,0 +1,93 @@
+"""Uniform structs: the exact value of each field, and the bytes of all.
+
+Every field takes 4 bytes, in order; a struct is padded to whole rows of four, and has at least one.
+"""
+
+import functools
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from itertools import count, islice
+from typing import Any
+
+from jax_webgpu.errors import ExpressionError
+from jax_webgpu.spec import StructField, evaluate, whole
+from jax_webgpu.values import UNDEFINED, is_number, show
+
+Field = tuple[str, str, Any]
+"""Name, WGSL type and value."""
+
+_RANGES = {"u32": (0, 2**32 - 1), "i32": (-(2**31), 2**31 - 1)}
+_FORMATS = {"u32": "I", "i32": "i", "f32": "f"}
+
+
+def field(declared: StructField, names: Mapping[str, Any], args: Mapping[str, Any]) -> Field:
+    """A field with its value: its own, else that of the arg of its name, else the default.
+
+    Raises:
+      ExpressionError: the value is not one that the type holds exactly; f32 alone is rounded.
+    """
+    name, type_ = declared.name, declared.type
+    value: Any = UNDEFINED
+    if declared.value is not None:
+        value = evaluate(declared.value, names)
+        if value.__class__ is int and type_ != "f32" and 0 <= value < 2**31:
+            return name, type_, value  # as nearly all are
+    elif name in args:
+        value = args[name]
+    if value is UNDEFINED:
+        value = declared.default
+    if value is UNDEFINED and not declared.required:
+        value = 0
+    if value.__class__ is bool:
+        value = int(value)
+    if not is_number(value):
+        raise ExpressionError(f"the field {name} comes out as {show(value)}")
+    if type_ == "f32":
+        if math.isnan(value):
+            raise ExpressionError(f"the field {name} comes out as NaN")
+        return name, type_, float(value)
+    low, high = _RANGES[type_]
+    exact = whole(value)
+    if exact is None or not low <= exact <= high:
+        raise ExpressionError(
+            f"the field {name} comes out as {show(value)}; expected a whole number from {low} to "
+            f"{high} ({type_})"
+        )
+    return name, type_, exact
+
+
+def padding(declared: Sequence[StructField]) -> list[Field]:
+    """The zeros behind the fields of a struct, up to a whole row."""
+    missing = -len(declared) % 4 if declared else 4
+    taken = {each.name for each in declared}
+    spare = (name for index in count() if (name := f"_pad{index}") not in taken)
+    return [(name, "u32", 0) for name in islice(spare, missing)]
+
+
+def packed(fields: Sequence[Field]) -> bytes:
+    """The bytes of fields; raises `ExpressionError` for a value beyond f32."""
+    _, types, values = zip(*fields, strict=True)
+    layout = _layout("".join([_FORMATS[type_] for type_ in types]))
+    try:
+        return layout.pack(*values)
+    except OverflowError:
+        for name, type_, value in fields:
+            if type_ == "f32" and not _fits(value):
+                raise ExpressionError(
+                    f"the field {name} comes out as {value}, beyond f32"
+                ) from None
+        raise
+
+
+@functools.lru_cache(maxsize=256)
+def _layout(types: str) -> struct.Struct:
+    return struct.Struct(f"<{types}")
+
+
+def _fits(value: float) -> bool:
+    try:
+        struct.pack("<f", value)
+    except OverflowError:
+        return False
+    return True
