@@ -96,5 +96,5 @@ def signature(error: BaseException) -> str:
     own = [frame for frame in frames if "/jax_webgpu/" in frame.filename] or frames
     at = own[-1] if own else None
     place = f"{at.filename.rpartition('/')[2]}:{at.lineno}" if at else "?"
-    said = re.sub(r"\d+", "0", str(error)[:60])
+    said = re.sub(r"\d+", "0", re.sub(r"`.*`", "", str(error), flags=re.DOTALL)[:60])
     return f"{type(first).__name__} at {place}: {said}"
