@@ -95,7 +95,7 @@ def make(description: dict[str, Any]) -> Any:
             doubled = np.repeat(values, 2, axis=-1)
             return doubled[..., ::2]
         case "readonly":
-            values = values.copy()
+            values = np.array(values)
             values.flags.writeable = False
         case "swapped" if values.dtype.kind in "iuf" and values.dtype.isbuiltin == 1:
             return values.astype(values.dtype.newbyteorder())
