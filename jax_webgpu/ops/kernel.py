@@ -78,11 +78,7 @@ def open_folder(
     source: str | os.PathLike[str], *, version: int | None = None, revision: str | None = None
 ) -> folder.Folder:
     """The verified files of a folder here or on the Hub; see `load_kernel`."""
-    if not isinstance(source, str | os.PathLike):
-        raise DTypeError(f"source must be a path or a repository id, got {type(source).__name__}")
-    given = os.fspath(source)
-    if not isinstance(given, str) or not given or "\0" in given:
-        raise CallError(f"source is {given!r}; expected a folder or a repository id")
+    given = _source(source)
     path = Path(given)
     if path.is_dir():
         return folder.read(path)
@@ -242,6 +238,15 @@ def _unpickled(
 
 
 # ---- checks -------------------------------------------------------------------------------------
+
+
+def _source(source: Any) -> str:
+    given = os.fspath(source) if isinstance(source, os.PathLike) else source
+    if not isinstance(given, str):
+        raise DTypeError(f"source must be a path or a repository id, got {type(given).__name__}")
+    if not given or "\0" in given:
+        raise CallError(f"source is {given!r}; expected a folder or a repository id")
+    return given
 
 
 def _vmap_method(method: Any) -> str:

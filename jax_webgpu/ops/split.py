@@ -102,10 +102,10 @@ def _sizes(size: int, split: Any, num_outputs: Any) -> tuple[int, ...]:
         )
     if not isinstance(split, Iterable) or isinstance(split, Set | Mapping | str | bytes):
         raise DTypeError(f"split must be a sequence of sizes, got {type(split).__name__}")
-    given = tuple(islice(split, MOST_PARTS + 1))  # it may have no end
-    if len(given) > MOST_PARTS:
+    parts = tuple(islice(split, MOST_PARTS + 1))  # it may have no end
+    if len(parts) > MOST_PARTS:
         raise CallError(f"split has more than {MOST_PARTS:,} sizes")
-    sizes = tuple(integer(part, f"split[{index}]") for index, part in enumerate(given))
+    sizes = tuple(integer(part, f"split[{index}]") for index, part in enumerate(parts))
     for index, part in enumerate(sizes):
         if part < 0:
             raise CallError(f"split[{index}] is {part}; expected 0 or more")

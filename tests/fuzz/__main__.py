@@ -25,10 +25,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.replay:
         return replay(options.replay)
     seed = random.SystemRandom().getrandbits(31) if options.seed is None else options.seed
-    shares = {name: targets.load(name).share for name in options.targets or targets.MODULES}
+    names = options.targets or targets.MODULES
     say = _say(time.monotonic(), options.inputs, quiet=options.quiet)
     started = time.monotonic()
-    chunks = pool.plan(shares, options.inputs, seed)
+    chunks = pool.plan(names, options.inputs, seed)
     result = pool.run(chunks, workers=options.workers, limit=options.limit, progress=say)
     seconds = time.monotonic() - started
     print(table(result), file=sys.stderr)

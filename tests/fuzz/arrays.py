@@ -178,9 +178,7 @@ def odd() -> st.SearchStrategy[Any]:
         | st.sampled_from([None, True, False, 0, 1, -1, 2, 3, 2**31, 2**63, -(2**63), 1.5, 2.0])
         | st.text(max_size=4)
         | st.lists(st.integers(-2, 5) | st.just(1.5), max_size=4)
-        | described(
-            st.lists(st.sampled_from([0, 1, 2, 3, 8]), max_size=6), st.sampled_from(DTYPES)
-        )
+        | described(st.lists(st.sampled_from([0, 1, 2, 3, 8]), max_size=6), st.sampled_from(DTYPES))
     )
 
 

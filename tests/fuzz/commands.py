@@ -26,7 +26,9 @@ SHAPES = st.lists(st.sampled_from([0, 1, 2, 3, 4, 8, 64, -1, 2**40]), max_size=5
 )
 NUMBERS = st.sampled_from(["0", "1", "2", "4", "-1", "8", "256", "2147483648", "1" * 30, "x", ""])
 DEVICES = st.sampled_from(["floor", "apple-m", "swiftshader", "lavapipe", "h200", "nothing", ""])
-DTYPES = st.sampled_from(["float32", "float16", "bfloat16", "int64", "int4", "bool", "key", "O", ""])
+DTYPES = st.sampled_from(
+    ["float32", "float16", "bfloat16", "int64", "int4", "bool", "key", "O", ""]
+)
 
 
 @st.composite
@@ -62,7 +64,10 @@ def _options(draw: Any, extra: dict[str, Any], *flags: str) -> list[str]:
 @st.composite
 def _kernel(draw: Any) -> list[str]:
     name = draw(st.sampled_from(FOLDERS))
-    given = {"@add": ["a=float32:8,4", "b=float32:4"], "@matmul": ["a=float16:8,4", "b=float16:4,2"]}
+    given = {
+        "@add": ["a=float32:8,4", "b=float32:4"],
+        "@matmul": ["a=float16:8,4", "b=float16:4,2"],
+    }
     given["@rms_norm"] = ["x=float32:8,4", "weight=float32:4"]
     right = given.get(name, ["x=float32:8,4"])
     values = right if draw(st.booleans()) else [f"x={draw(DTYPES)}:{draw(SHAPES)}"]

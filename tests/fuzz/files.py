@@ -128,7 +128,9 @@ def _test(value: Any) -> str:
 @functools.cache
 def _loaded(name: str) -> spec.Spec:
     seed = corpus.seeds()[name]
-    return spec.loads(json.dumps(seed.manifest).encode(), Path("m.json"), seed.templates.__getitem__)
+    return spec.loads(
+        json.dumps(seed.manifest).encode(), Path("m.json"), seed.templates.__getitem__
+    )
 
 
 def _tuned(value: Any) -> str:

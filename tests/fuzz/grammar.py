@@ -59,7 +59,9 @@ def _tree(draw: Any, kind: str, depth: int) -> Any:
                 return draw(st.sampled_from(["==", "!="])), inner("any"), inner("any")
             case 3:
                 return draw(st.sampled_from(["and", "or"])), inner("boolean"), inner("boolean")
-        return draw(st.sampled_from([("not", inner("boolean")), ("in", inner("any"), inner("list"))]))
+        return draw(
+            st.sampled_from([("not", inner("boolean")), ("in", inner("any"), inner("list"))])
+        )
     if kind == "string":
         if leaf:
             return draw(STRINGS)
@@ -102,7 +104,7 @@ WORDS = (
     "number string boolean mapping | |int |length |default(1) |join(',') |upper |e |safe ( ) [ ] "
     "{ } , : . ; # {# {{ }} {% %} dim min max numel fill range namespace f16Ok pick has "
     "dim(shapes.x,1) fill(0,65536) [0] [-1] [1:] [::-1] [::0] .b ['b'] {'a':1} () numel(shape) "
-    "__class__ .__class__ .__mro__ // ** @ ! ? `\" é 変 \ud800 \u0661 \u200b \ufeff \x00 \t \n "
+    '__class__ .__class__ .__mro__ // ** @ ! ? `" é 変 \ud800 \u0661 \u200b \ufeff \x00 \t \n '
     "lambda import for self _"
 ).split(" ")
 TOKENS = st.sampled_from([word for word in WORDS if word])

@@ -278,7 +278,9 @@ OPTIONS = {
 @st.composite
 def loads(draw: Any) -> dict[str, Any]:
     source = draw(
-        st.sampled_from([*NAMES, *NAMES, *NAMES, "nowhere", "make.py", "", ".", "a/b", "a/b/c", "\0"])
+        st.sampled_from(
+            [*NAMES, *NAMES, *NAMES, "nowhere", "make.py", "", ".", "a/b", "a/b/c", "\0"]
+        )
         | odd()
     )
     options = {key: draw(each) for key, each in OPTIONS.items() if draw(st.integers(0, 4)) == 0}

@@ -37,7 +37,9 @@ def inputs(draw: Any) -> Any:
         "shapes": draw(st.lists(st.lists(SIZES, max_size=4), min_size=1, max_size=4)),
         "dtypes": draw(st.lists(st.integers(0, 9), min_size=1, max_size=4)),
         "optional": draw(st.booleans()),
-        "attributes": draw(st.lists(st.sampled_from([None, None, 0, 1, -1, 2, "plain"]), max_size=3)),
+        "attributes": draw(
+            st.lists(st.sampled_from([None, None, 0, 1, -1, 2, "plain"]), max_size=3)
+        ),
         "same": draw(st.booleans()),
         "case": draw(st.none() | st.integers(0, 99) | st.integers(0, 99)),
     }

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -22,6 +22,7 @@ TESTS = Path(__file__).resolve().parents[1]
 
 # So many inputs from one seed: what is drawn does not depend on how many workers there are.
 CHUNK = 100
+GUIDED_CHUNK = 4000
 # A worker that ran so many is replaced: it compiles something new for most.
 LIFE = 5000
 _WORKER = "from fuzz import worker; worker.main()"
@@ -50,14 +51,15 @@ class Result:
         return sum(labels.total() for labels in self.labels.values())
 
 
-def plan(shares: Mapping[str, int], inputs: int, seed: int) -> list[Chunk]:
+def plan(names: Iterable[str], inputs: int, seed: int) -> list[Chunk]:
     """The chunks of a run: so many inputs in all, each target's in proportion to its share."""
-    chunks = []
-    for name, share in shares.items():
-        left = max(1, round(inputs * share / sum(shares.values())))
-        for number, start in enumerate(range(0, left, CHUNK)):
-            drawn = random.Random(f"{seed} {name} {number}").getrandbits(48)
-            chunks.append(Chunk(name, drawn, min(CHUNK, left - start)))
+    chosen, chunks = [targets.load(name) for name in names], []
+    for target in chosen:
+        left = max(1, round(inputs * target.share / sum(each.share for each in chosen)))
+        size = GUIDED_CHUNK if target.guided else CHUNK
+        for number, start in enumerate(range(0, left, size)):
+            drawn = random.Random(f"{seed} {target.name} {number}").getrandbits(48)
+            chunks.append(Chunk(target.name, drawn, min(size, left - start)))
     random.Random(seed).shuffle(chunks)  # the slow ones do not come together
     return chunks
 
@@ -152,9 +154,9 @@ class _Worker:
                         self.since = time.monotonic()
                     case Failure() as failure:
                         result.failures.append(failure)
-                    case Done():
+                    case Done(left=left):
                         self._account(result)
-                        if self.age >= LIFE:
+                        if left or self.age >= LIFE:
                             self.end()
                         return
         except (EOFError, OSError):

@@ -25,14 +25,15 @@ class Target:
       inputs: a Hypothesis strategy of Python literals, made when it is needed.
       run: what came of an input: `RIGHT`, or the label of a documented error. It raises for
         anything else.
-      guided: whether atheris mutates bytes, which `inputs` are then the first of.
+      guided: in place of `inputs`, what makes inputs from a seed, without end, and calls a
+        function with each.
     """
 
     name: str
     share: int
     inputs: Callable[[], Any]
     run: Callable[[Any], str]
-    guided: bool = False
+    guided: Callable[[int, Callable[[Any], None]], None] | None = None
 
 
 MODULES = "functions fused kernels manifests expressions templates commands files loader".split()

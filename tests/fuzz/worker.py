@@ -21,6 +21,8 @@ from hypothesis import HealthCheck, Phase
 from fuzz import targets
 from fuzz.targets import Target
 
+# With fewer inputs than this there is nothing to be guided by.
+LEAST_GUIDED = 1000
 # Seconds that a failure may be made smaller for.
 PATIENCE = 60
 
@@ -64,7 +66,9 @@ class Came:
 
 @dataclass(frozen=True)
 class Done:
-    """The chunk has run."""
+    """The chunk has run; the process may be at its end too."""
+
+    left: bool = False
 
 
 class Journal:
@@ -138,13 +142,32 @@ def draw(journal: Journal, seed: int) -> None:
         journal.fail(smallest, failed[repr(smallest)])
 
 
+def guide(journal: Journal, seed: int) -> None:
+    """The target makes inputs, until there are enough; the process ends with them."""
+
+    def probe(value: Any) -> None:
+        try:
+            journal.count(journal.run(value))
+        except Exception as error:
+            journal.fail(value, error)
+        if not journal.left:
+            journal.connection.send(Done(left=True))
+            os._exit(0)
+
+    assert journal.target.guided is not None
+    journal.target.guided(seed, probe)
+
+
 def work(connection: Connection) -> None:
     """Runs chunks until there are no more."""
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     jax.config.update("jax_num_cpu_devices", 4)
     warnings.simplefilter("ignore")
     while (chunk := connection.recv()) is not None:
-        journal = Journal(targets.load(chunk.target), chunk, connection)
+        target = targets.load(chunk.target)
+        journal = Journal(target, chunk, connection)
+        if target.guided is not None and chunk.inputs >= LEAST_GUIDED:
+            guide(journal, chunk.seed)
         for attempt in range(chunk.inputs):
             if journal.left:
                 draw(journal, chunk.seed + attempt)
