@@ -163,7 +163,9 @@ def _parser() -> argparse.ArgumentParser:
         description="Measures workgroup sizes, and on a GPU how much one invocation does, for each "
         "operator and dtype. Later processes use what was fastest; delete the file to undo it.",
     )
-    tune.add_argument("--mib", type=float, metavar="N", help="size of the array, 64; on a CPU 4")
+    tune.add_argument(
+        "--mib", type=_mebibytes, metavar="N", help="size of the array, 64; on a CPU 4"
+    )
     tune.set_defaults(run=_tune)
 
     check = commands.add_parser("check", help="a self-test of all variants on this adapter")
@@ -181,14 +183,32 @@ def _opened(options: argparse.Namespace) -> Folder:
     return open_folder(options.folder, version=options.contract, revision=options.revision)
 
 
-def _shape(text: str) -> tuple[int, ...]:
+def _sizes(text: str) -> tuple[int, ...]:
     try:
         shape = tuple(int(size) for size in text.split(",") if size.strip())
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of sizes like 1,32,8") from None
+        raise ValueError(f"{text!r} is not a list of sizes like 1,32,8") from None
     if min(shape, default=0) < 0:
-        raise argparse.ArgumentTypeError(f"{text!r} has a negative size")
+        raise ValueError(f"{text!r} has a negative size")
     return shape
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    """As `_sizes`, for argparse, which prints messages of this type alone."""
+    try:
+        return _sizes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _mebibytes(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0
+    if not 0 < number < 2**20:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size in MiB")
+    return number
 
 
 def _info(options: argparse.Namespace) -> int:
@@ -232,9 +252,12 @@ def _explain(options: argparse.Namespace) -> int:
 
 def _array(shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
     try:
-        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+        found = jnp.dtype(dtype)
     except TypeError:
-        raise ValueError(f"{dtype!r} is no data type; expected one like float16") from None
+        found = None
+    if found is None or not (jnp.issubdtype(found, jnp.number) or found == jnp.bool_):
+        raise ValueError(f"{dtype!r} is no data type of JAX's; expected one like float16")
+    return jax.ShapeDtypeStruct(shape, found)
 
 
 def _rotary_embedding(options: argparse.Namespace) -> tuple[Callable[..., Any], list[Any]]:
@@ -243,10 +266,8 @@ def _rotary_embedding(options: argparse.Namespace) -> tuple[Callable[..., Any], 
         for shape in (options.x, options.cos, options.sin or options.cos)
     ]
     if options.position_ids is not None:
-        x = options.x
-        arrays.append(
-            _array(options.position_ids or (*x[:1], x[-2 if len(x) == 4 else 1]), "int32")
-        )
+        batch, *_, tokens, _ = options.x if len(options.x) == 4 else (*options.x, 0, 0, 0)[:3]
+        arrays.append(_array(options.position_ids or (batch, tokens), "int32"))
 
     def call(*arrays: Any) -> Any:
         return jax_webgpu.rotary_embedding(
@@ -279,11 +300,13 @@ def _kernel(options: argparse.Namespace) -> tuple[Callable[..., Any], list[Any]]
             raise ValueError(f"{each!r} is not of the form NAME=VALUE")
         if name in kernel.spec.inputs:
             dtype, _, sizes = text.partition(":")
-            inputs[name] = _array(_shape(sizes), dtype)
+            inputs[name] = _array(_sizes(sizes), dtype)
+        elif name == "outputs":
+            raise ValueError("outputs are named by --output")
         else:
             named[name] = _json(text)
     outputs = {
-        name: _shape(sizes) if equals else None
+        name: _sizes(sizes) if equals else None
         for name, equals, sizes in (each.partition("=") for each in options.output)
     }
 
@@ -296,7 +319,7 @@ def _kernel(options: argparse.Namespace) -> tuple[Callable[..., Any], list[Any]]
 def _json(text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError:  # a string without its quotes
+    except (ValueError, RecursionError):  # a string without its quotes
         return text
 
 
