@@ -6,6 +6,7 @@ WebGPU's here. Nothing in this module waits for JAX, so its lock may be held ove
 
 import functools
 import os
+import re
 import threading
 import time
 import warnings
@@ -1060,9 +1061,8 @@ class Device:
             )
         except (wgpu.GPUError, RuntimeError) as error:
             raise ShaderError(
-                f"{each.label}: wgpu {wgpu.__version__} refuses the shader"
-                f"{f' made of {each.template}' if each.template else ''}: {error}\n"
-                f"{_numbered(each.wgsl)}"
+                f"{each.label}: wgpu {wgpu.__version__} refuses the shader{_origin(each, error)}: "
+                f"{error}\n{_numbered(each.wgsl)}"
             ) from error
         self.counters["pipelines"] += 1
         made = self._pipelines[key] = _Pipeline(pipeline, layout)
@@ -1178,6 +1178,13 @@ def _packed(batch: Sequence[_Copy]) -> list[int]:
     """Offsets at which the copies of a batch lie behind each other."""
     ends = accumulate((_aligned(copy.data.nbytes, 8) for copy in batch), initial=0)
     return list(ends)[:-1]
+
+
+def _origin(dispatch: PassPlan, error: Exception) -> str:
+    """The template that WGSL was rendered from, and the line of it that an error is about."""
+    line = re.search(r"\bwgsl:(\d+):\d+", str(error))
+    place = f" (rendered line {line[1]})" if line else ""
+    return f" made of {dispatch.template}{place}" if dispatch.template else ""
 
 
 def _numbered(wgsl: str) -> str:

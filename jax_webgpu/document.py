@@ -8,7 +8,7 @@ import functools
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -265,7 +265,7 @@ class Node:
             return tuple(element.plain() for element in self.elements())
         return None if self.value is None else self.scalar()
 
-    def expression(self, names: frozenset[str] | None) -> Expression:
+    def expression(self, names: Set[str] | None) -> Expression:
         """Parses the text; `names` are those in scope besides the format's own, None for any."""
         try:
             parsed = expressions.parse(self.text())
@@ -276,7 +276,7 @@ class Node:
             raise self.fail(f"unknown name {', '.join(sorted(unknown))} in `{parsed.text}`")
         return parsed
 
-    def derived(self, names: frozenset[str] | None) -> Value:
+    def derived(self, names: Set[str] | None) -> Value:
         """An expression for each string; lists and objects recurse."""
         match self.value:
             case str():
@@ -294,13 +294,13 @@ class Node:
         except SpecError:
             return self.value
 
-    def amount(self, names: frozenset[str] | None) -> Value:
+    def amount(self, names: Set[str] | None) -> Value:
         """An expression or a number."""
         if not isinstance(self.value, str) and not is_number(self.value):
             raise self.wrong("a number or an expression")
         return self.derived(names)
 
-    def shape(self, names: frozenset[str] | None) -> Value:
+    def shape(self, names: Set[str] | None) -> Value:
         """An expression, or a list of expressions and numbers."""
         if isinstance(self.value, str):
             return self.expression(names)

@@ -235,6 +235,8 @@ class Compiler:
 
     def _const(self, node: nodes.Const) -> Evaluator:
         value = values.number(node.value) if values.is_number(node.value) else node.value
+        if isinstance(value, str) and not value.isascii():
+            values.need_unicode(value)
         return lambda scope: value
 
     def _name(self, node: nodes.Name) -> Evaluator:
@@ -402,7 +404,14 @@ class Compiler:
         steps = [(_COMPARISONS[step.op], self.compile(step.expr)) for step in node.ops]
         if len(steps) == 1 and node.ops[0].op not in ("in", "notin"):
             ((compare, second),) = steps
-            return lambda scope: compare(first(scope), second(scope))
+
+            def once(scope: Scope) -> bool:
+                left, right = first(scope), second(scope)
+                if left.__class__ is str or right.__class__ is str:
+                    spend(scope, left, right)
+                return compare(left, right)
+
+            return once
 
         def chain(scope: Scope) -> bool:
             left = first(scope)

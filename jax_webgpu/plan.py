@@ -29,12 +29,15 @@ from jax_webgpu.spec import (
     whole,
 )
 from jax_webgpu.templates import Template
-from jax_webgpu.values import UNDEFINED, is_sequence, show
+from jax_webgpu.values import UNDEFINED, is_sequence, need_unicode, show
 
 # More passes than this are a mistake of a repeat count, and so are more turns, with passes that
 # have no work, or with none.
 MAX_PASSES = 4096
 MAX_TURNS = 16384
+
+# The largest buffers that the intermediates of a call may take together.
+MAX_BUFFERS = 16
 
 _NOTHING = frozenset[str]()
 
@@ -183,6 +186,7 @@ def anew(resolved: Resolved, capabilities: Capabilities, *, strict: bool = False
         for each in scratch:
             what = f"{where}: the intermediate {each.name} in bytes:"
             _check(capabilities, what, each.size, "maxBufferSize")
+        _check_total(capabilities, where, sum(each.size for each in scratch))
         arrays |= {each.name: each for each in scratch}
         planner = _Planner(resolved, capabilities, where, names, arrays, strict)
         passes: tuple[PassPlan, ...] = ()
@@ -236,7 +240,7 @@ def render(
     """The WGSL of a pass; `names` is its whole scope, `strict` as in `Template.render`."""
     declared = {"resourceDeclarations": declarations(bindings)}
     env = {"wgsl": declared, "device": capabilities.as_scope()}
-    text = template.render({**names, "env": env}, strict=strict)
+    text = need_unicode(template.render({**names, "env": env}, strict=strict))
     return "enable f16;\n" + text if wgsl.lacks_f16(wgsl.code(text)) else text
 
 
@@ -359,40 +363,32 @@ class _Step:
         self.step = step
         self.label = f"{planner.where}.{step.id}"
         self.template = planner.resolved.spec.templates[step.shader]
-        self.names = planner.names
         self.changing = {*loops}
         """The names that may have another value in another turn."""
+        names = [name for name, _ in step.derive]
+        # Whether each derived value has a name of its own, which those before it do not read.
+        self.plain = planner.names.keys().isdisjoint([*names, *loops]) and not any(
+            reads(value) & {*names[at:]} for at, (_, value) in enumerate(step.derive)
+        )
+        self.derived = [each for each in step.derive if self._differs(*each) or not self.plain]
+        """What is derived in every turn, the rest only once."""
+        self.names = extend(planner.names, [e for e in step.derive if e not in self.derived])
         self.watched = dict[object, tuple[str, ...]]()
         self.made = dict[object, Any]()
-        self.kept = dict[str, Any]()
-        """The derived values that are the same in every turn."""
-        self.derived = self._derived()
         self.bound = dict[str, Bound]()
         self.rebound = list(step.bindings)
+        """The bindings that may be another than in the last turn."""
+
+    def _differs(self, name: str, value: Value) -> bool:
+        """Whether a derived value may be another in another turn; notes it if so."""
+        differs = self.changes(reads(value))
+        if differs or not self.plain:
+            self.changing.add(name)
+        return differs
 
     def changes(self, names: frozenset[str]) -> bool:
         """Whether what reads these names may differ from turn to turn."""
         return bool(self.changing) and not (self.changing.isdisjoint(names) and EVERY not in names)
-
-    def _derived(self) -> tuple[tuple[str, Value], ...]:
-        """What is derived in every turn; what would come out the same is in `kept`.
-
-        Only where none has the name of another value: an earlier one may read that.
-        """
-        names = [name for name, _ in self.step.derive]
-        plain = self.planner.names.keys().isdisjoint(names) and not any(
-            reads(value) & {*names[at:]} for at, (_, value) in enumerate(self.step.derive)
-        )
-        again = []
-        for name, value in self.step.derive:
-            if self.changes(reads(value)) or not plain:
-                self.changing.add(name)
-                again.append((name, value))
-        if len(again) < len(names):
-            once = [each for each in self.step.derive if each[0] not in self.changing]
-            names_ = extend(self.planner.names, once)
-            self.kept = {name: names_[name] for name, _ in once}
-        return tuple(again)
 
     def plan(self, loops: Mapping[str, Any]) -> PassPlan | None:
         """The dispatch in one turn of the groups around it; None if there is nothing to do."""
@@ -403,7 +399,6 @@ class _Step:
             return None
         for each in self.rebound:
             self.bound[each.name] = self._once(each.name, each.reads, self._bind, each)
-        # From now on those alone that may be another in the next turn.
         self.rebound = [each for each in self.rebound if self.watched[each.name]]
         bindings = tuple(self.bound.values())
         types = tuple([bound.type for bound in bindings])
@@ -417,12 +412,11 @@ class _Step:
         return found
 
     def _enter(self, loops: Mapping[str, Any]) -> None:
-        """Makes the scope of a turn."""
-        outside = self.planner.names
-        self.names = names = {**outside, **loops, **self.kept}
-        if self.step.derive:
-            names["derive"] = {**outside["derive"], **self.kept}
-            derive(names, self.derived)
+        """Makes the scope that of a turn: the last turn's, if nothing of that can show."""
+        if not self.plain:
+            self.names = extend(self.planner.names, ())
+        self.names.update(loops)
+        derive(self.names, self.derived)
 
     def _once(self, what: object, reads: frozenset[str], make: Callable[..., T], *given: Any) -> T:
         """What `make` gives, or gave before with the same values in all that it reads.
@@ -519,6 +513,16 @@ class _Identity:
 
     def __hash__(self) -> int:
         return id(self.value)
+
+
+def _check_total(capabilities: Capabilities, where: str, need: int) -> None:
+    """WebGPU has no limit for this; but a device has no more memory than a few largest buffers."""
+    most = MAX_BUFFERS * capabilities.limit("maxBufferSize")
+    if need > most:
+        raise LimitError(
+            f"{where}: the intermediates in bytes: {need:,}; {MAX_BUFFERS} times the maxBufferSize "
+            f"of {capabilities.name} is {most:,}"
+        )
 
 
 def _check(capabilities: Capabilities, what: str, need: int, *limits: str) -> None:

@@ -4,13 +4,15 @@ Nothing here knows an operator. Every error gives the file and the JSON path. Th
 published WebGPU-kernel manifest's, spec 2.1.
 """
 
+import contextlib
 import functools
+import gc
 import hashlib
 import math
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,10 +27,16 @@ from jax_webgpu.values import UNDEFINED, is_sequence, show
 
 Shaders = Path | Callable[[str], bytes]
 
+# NumPy's most axes, and the numbers that are exact.
+MAX_RANK = 64
+MAX_ELEMENTS = 2**53
+
 # Published templates have up to 50 KiB, and published manifests some sixty variants.
 MAX_TEMPLATE = 1 << 20
 MAX_TEMPLATES = 4 << 20
 MAX_VARIANTS = 1024
+MAX_DERIVED = 4096
+MAX_FIELDS = 100_000
 
 _NONE = frozenset[str]()
 
@@ -320,11 +328,28 @@ def loads(data: bytes, manifest: Path, shaders: Shaders, overlay: bytes = b"{}")
     if found is None:
         reader = _Reader(data + overlay, manifest, read)
         try:
-            found = reader.spec(document.parse(data, overlay, manifest))
+            with _uncollected():
+                found = reader.spec(document.parse(data, overlay, manifest))
         except RecursionError:
             raise SpecError(f"{manifest}: $: nested too deeply") from None
         _kept.keep(key, found, reader.sources)
     return found if found.path == manifest else replace(found, path=manifest)
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Keeps Python from looking for garbage.
+
+    So many objects are made, none of them in vain, that it would go through all of the process
+    again and again; in one that has JAX this may take longer than loading itself.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 class _Kept:
@@ -402,7 +427,12 @@ def sizes(value: Value, scope: expressions.Scope, name: str) -> tuple[int, ...]:
     shape = [whole(size) for size in found] if is_sequence(found) else [None]
     if any(size is None or size < 0 for size in shape):
         raise ExpressionError(f"the shape of {name} comes out as {show(found)}")
-    return tuple(size for size in shape if size is not None)
+    known = tuple(size for size in shape if size is not None)
+    if len(known) > MAX_RANK:
+        raise ExpressionError(f"the shape of {name} has {len(known):,} axes; at most {MAX_RANK}")
+    if math.prod(known) > MAX_ELEMENTS:
+        raise ExpressionError(f"{name} has {math.prod(known):,} elements; at most {MAX_ELEMENTS:,}")
+    return known
 
 
 # The keys of a binding and of a struct's field.
@@ -427,6 +457,8 @@ class _Reader:
     templates: dict[str, Template] = field(default_factory=dict)
     sources: dict[str, bytes] = field(default_factory=dict)
     """The templates as they were read."""
+    fields: int = 0
+    """The fields of structs so far, of each pass that binds them."""
 
     def spec(self, node: Node) -> Spec:
         top = node.object(
@@ -534,13 +566,16 @@ class _Reader:
             )
         return result
 
-    def derive(self, keys: Object, names: frozenset[str]) -> Iterator[tuple[str, Value]]:
+    def derive(self, keys: Object, names: Set[str]) -> Iterator[tuple[str, Value]]:
         """Each value sees the earlier ones."""
-        for name, value in keys.members("derive").items():
+        members, names = keys.members("derive"), {*names}
+        if len(members) > MAX_DERIVED:
+            raise keys["derive"].fail(f"{len(members):,} values; at most {MAX_DERIVED:,}")
+        for name, value in members.items():
             if name == "derive":
                 raise value.fail("`derive` is the object of all derived values")
             yield name, value.derived(names)
-            names |= {name}
+            names.add(name)
 
     def clauses(self, keys: Object, key: str) -> tuple[Expression, ...]:
         return tuple(each.expression(self.names) for each in keys.elements(key))
@@ -582,7 +617,7 @@ class _Reader:
                 if other.value not in ids:
                     raise other.fail(f"{other.value!r} is no variant")
 
-    def intermediate(self, node: Node, names: frozenset[str]) -> Intermediate:
+    def intermediate(self, node: Node, names: Set[str]) -> Intermediate:
         keys = node.object("id dtype shape", "zeroInit")
         return Intermediate(
             id=keys["id"].text(),
@@ -592,7 +627,7 @@ class _Reader:
         )
 
     def passes(
-        self, node: Node, names: frozenset[str], scratch: dict[str, Intermediate]
+        self, node: Node, names: Set[str], scratch: dict[str, Intermediate]
     ) -> tuple[Pass | Repeat, ...]:
         return tuple(
             self.repeat(each, names, scratch)
@@ -601,7 +636,7 @@ class _Reader:
             for index, each in enumerate(node.elements())
         )
 
-    def repeat(self, node: Node, names: frozenset[str], scratch: dict[str, Intermediate]) -> Repeat:
+    def repeat(self, node: Node, names: Set[str], scratch: dict[str, Intermediate]) -> Repeat:
         keys = node.object("repeat passes", "id")
         rule = keys["repeat"].object("count index")
         index = rule["index"].text()
@@ -616,7 +651,7 @@ class _Reader:
         )
 
     def pass_(
-        self, node: Node, index: int, names: frozenset[str], scratch: dict[str, Intermediate]
+        self, node: Node, index: int, names: Set[str], scratch: dict[str, Intermediate]
     ) -> Pass:
         keys = node.object(
             "shader bindings dispatch",
@@ -659,9 +694,7 @@ class _Reader:
             raise node.fail(f"cannot read the template {name}: {error}") from None
         return name
 
-    def binding(
-        self, node: Node, names: frozenset[str], scratch: dict[str, Intermediate]
-    ) -> Binding:
+    def binding(self, node: Node, names: Set[str], scratch: dict[str, Intermediate]) -> Binding:
         handle = node.value if isinstance(node.value, str) else ""
         if not isinstance(node.value, str):
             keys = node.object("", _BINDING)
@@ -697,7 +730,7 @@ class _Reader:
             struct_name=keys.read("structName", Node.identifier, None),
         )
 
-    def element(self, node: Node, names: frozenset[str]) -> str:
+    def element(self, node: Node, names: Set[str]) -> str:
         """A WGSL type, or `$` and the name of a type variable or of a derived value."""
         wanted = node.text()
         if not wanted.startswith("$"):
@@ -709,7 +742,10 @@ class _Reader:
             raise node.fail(f"{wanted[1:]!r} is no type variable and no derived value")
         return wanted
 
-    def struct_field(self, node: Node, names: frozenset[str]) -> StructField:
+    def struct_field(self, node: Node, names: Set[str]) -> StructField:
+        self.fields += 1
+        if self.fields > MAX_FIELDS:
+            raise node.fail(f"more than {MAX_FIELDS:,} fields in the structs of all passes")
         keys = node.object(*_FIELD)
         name, required = keys["name"].identifier(), keys.read("required", Node.boolean, True)
         if required and name not in self.arguments and not keys.keys() & {"value", "default"}:
@@ -793,7 +829,7 @@ def _requires(keys: Object) -> Requires:
     )
 
 
-def _dispatch(node: Node, names: frozenset[str]) -> Dispatch:
+def _dispatch(node: Node, names: Set[str]) -> Dispatch:
     keys = node.object("", "x y z threads workgroupSize workgroups")
     given = frozenset(keys)
     if given not in ({"threads", "workgroupSize"}, {"workgroups"}) and not (

@@ -121,6 +121,15 @@ def need_text(value: Any, what: str) -> str:
     return value
 
 
+def need_unicode(text: str) -> str:
+    """Text that can be written: without a half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ExpressionError(f"no text: {text[error.start]!a}") from None
+    return text
+
+
 def truthy(value: Any) -> bool:
     return bool(value) and (value.__class__ is not float or value == value)  # NaN is false
 

@@ -581,8 +581,11 @@ def test_a_wgsl_error_shows_numbered_lines():
     with pytest.raises(jax_webgpu.ShaderError) as error:
         launched(gpu, with_pass(plan, wgsl=BROKEN))
     message = str(error.value)
-    assert message.startswith(plan.passes[0].label) and plan.label in message
-    assert "missing" in message
+    assert message.startswith(
+        f"{plan.passes[0].label}: wgpu {wgpu.__version__} refuses the shader made of "
+        "split-n.wgsl.jinja (rendered line 3): "
+    )
+    assert plan.label in message and "missing" in message
     numbered = [f"{n:4} | {line}" for n, line in enumerate(BROKEN.splitlines(), start=1)]
     assert message.splitlines()[-4:] == numbered
     assert_split_runs(gpu)

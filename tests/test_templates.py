@@ -186,6 +186,8 @@ def test_strict_lets_optional_names_be_asked_for(source, text):
         ("a\n{{ 1 + }}", "t.wgsl:2: unexpected"),
         ("a\n\n{% if %}", "t.wgsl:3: "),
         ("{% for a in b %}", "t.wgsl:1: Unexpected end of template"),
+        ("a\n{% if b %}\n{% for a in b %}\n{% endfor %}\n{% else %}\n",
+         "t.wgsl:2: Unexpected end of template, 'endif' is missing"),
         ("{{ 2 ** 3 }}", "t.wgsl:1: Pow is not in the manifest format"),
         ("a\n{{ x | upper }}", "t.wgsl:2: filter upper is not in the manifest format"),
         ("\n\n{% include 'a' %}", "t.wgsl:3: include is not in the manifest format"),
