@@ -1,6 +1,7 @@
-"""The command line: `python -m jax_webgpu info | explain | test | tune | check`."""
+"""The command line: `python -m jax_webgpu info | explain | lint | test | tune | check`."""
 
 import argparse
+import itertools
 import json
 import os
 import sys
@@ -12,13 +13,14 @@ import jax
 import jax.numpy as jnp
 
 import jax_webgpu
-from jax_webgpu import device, selftest, trial, tuning, variants
+from jax_webgpu import device, lint, review, selftest, trial, tuning, variants
 from jax_webgpu.capabilities import PRESETS
 from jax_webgpu.errors import JaxWebGPUError
 from jax_webgpu.folder import Folder
-from jax_webgpu.ops.kernel import open_folder
+from jax_webgpu.ops.kernel import MANIFEST, open_folder
 from jax_webgpu.ops.rotary_embedding import Rules as Rotary
 from jax_webgpu.ops.split import Rules as Split
+from jax_webgpu.spec import loads
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -139,6 +141,16 @@ def _parser() -> argparse.ArgumentParser:
             "--no-overlays", action="store_true", help="the published manifest's variants alone"
         )
 
+    lint_ = commands.add_parser(
+        "lint",
+        help="check a kernel folder: manifest, templates, every variant on a table of devices",
+        description="Loads the folder, points out what looks wrong in it, then renders each "
+        "variant for devices on paper and compiles it on this machine's. The exit status is 1 "
+        "where the folder or a variant fails; what may be meant is a warning.",
+    )
+    _add_folder(lint_)
+    lint_.set_defaults(run=_lint)
+
     test = commands.add_parser(
         "test", help="run the cases of a kernel folder's test.json on this adapter"
     )
@@ -151,7 +163,9 @@ def _parser() -> argparse.ArgumentParser:
         description="Measures workgroup sizes, and on a GPU how much one invocation does, for each "
         "operator and dtype. Later processes use what was fastest; delete the file to undo it.",
     )
-    tune.add_argument("--mib", type=float, metavar="N", help="size of the array, 64; on a CPU 4")
+    tune.add_argument(
+        "--mib", type=_mebibytes, metavar="N", help="size of the array, 64; on a CPU 4"
+    )
     tune.set_defaults(run=_tune)
 
     check = commands.add_parser("check", help="a self-test of all variants on this adapter")
@@ -169,14 +183,32 @@ def _opened(options: argparse.Namespace) -> Folder:
     return open_folder(options.folder, version=options.contract, revision=options.revision)
 
 
-def _shape(text: str) -> tuple[int, ...]:
+def _sizes(text: str) -> tuple[int, ...]:
     try:
         shape = tuple(int(size) for size in text.split(",") if size.strip())
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of sizes like 1,32,8") from None
+        raise ValueError(f"{text!r} is not a list of sizes like 1,32,8") from None
     if min(shape, default=0) < 0:
-        raise argparse.ArgumentTypeError(f"{text!r} has a negative size")
+        raise ValueError(f"{text!r} has a negative size")
     return shape
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    """As `_sizes`, for argparse, which prints messages of this type alone."""
+    try:
+        return _sizes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _mebibytes(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0
+    if not 0 < number < 2**20:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size in MiB")
+    return number
 
 
 def _info(options: argparse.Namespace) -> int:
@@ -220,9 +252,12 @@ def _explain(options: argparse.Namespace) -> int:
 
 def _array(shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
     try:
-        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+        found = jnp.dtype(dtype)
     except TypeError:
-        raise ValueError(f"{dtype!r} is no data type; expected one like float16") from None
+        found = None
+    if found is None or not (jnp.issubdtype(found, jnp.number) or found == jnp.bool_):
+        raise ValueError(f"{dtype!r} is no data type of JAX's; expected one like float16")
+    return jax.ShapeDtypeStruct(shape, found)
 
 
 def _rotary_embedding(options: argparse.Namespace) -> tuple[Callable[..., Any], list[Any]]:
@@ -231,10 +266,8 @@ def _rotary_embedding(options: argparse.Namespace) -> tuple[Callable[..., Any], 
         for shape in (options.x, options.cos, options.sin or options.cos)
     ]
     if options.position_ids is not None:
-        x = options.x
-        arrays.append(
-            _array(options.position_ids or (*x[:1], x[-2 if len(x) == 4 else 1]), "int32")
-        )
+        batch, *_, tokens, _ = options.x if len(options.x) == 4 else (*options.x, 0, 0, 0)[:3]
+        arrays.append(_array(options.position_ids or (batch, tokens), "int32"))
 
     def call(*arrays: Any) -> Any:
         return jax_webgpu.rotary_embedding(
@@ -267,11 +300,13 @@ def _kernel(options: argparse.Namespace) -> tuple[Callable[..., Any], list[Any]]
             raise ValueError(f"{each!r} is not of the form NAME=VALUE")
         if name in kernel.spec.inputs:
             dtype, _, sizes = text.partition(":")
-            inputs[name] = _array(_shape(sizes), dtype)
+            inputs[name] = _array(_sizes(sizes), dtype)
+        elif name == "outputs":
+            raise ValueError("outputs are named by --output")
         else:
             named[name] = _json(text)
     outputs = {
-        name: _shape(sizes) if equals else None
+        name: _sizes(sizes) if equals else None
         for name, equals, sizes in (each.partition("=") for each in options.output)
     }
 
@@ -284,8 +319,38 @@ def _kernel(options: argparse.Namespace) -> tuple[Callable[..., Any], list[Any]]
 def _json(text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError:  # a string without its quotes
+    except (ValueError, RecursionError):  # a string without its quotes
         return text
+
+
+def _lint(options: argparse.Namespace) -> int:
+    files = _opened(options)
+    manifest = files.read_bytes(MANIFEST)
+    spec = loads(manifest, files.path / MANIFEST, files.read_bytes)
+    names = [path.name for path in files.path.iterdir()] if files.path.is_dir() else []
+    found = [*lint.findings(spec, names)]
+    for finding in found:
+        print(f"warning: {finding}")
+    calls = review.calls(spec, files)
+    missing = [variant.id for variant in spec.variants if variant.id not in calls]
+    for name in missing:
+        print(f"warning: variant {name}: no call was found that it takes: give it a test case")
+    failed, warnings = 0, dict[str, None]()
+    for variant, verdicts in itertools.groupby(review.review(calls), lambda each: each.variant):
+        statuses = []
+        for verdict in verdicts:
+            failed += verdict.status == "fails"
+            statuses.append(f"{verdict.device} {verdict.status}")
+            if verdict.detail and verdict.status == "fails":
+                print(f"error: variant {variant} on {verdict.device}: {verdict.detail}")
+            if verdict.warning:
+                warnings[verdict.warning] = None
+        print(f"{variant}: {', '.join(statuses)}", flush=True)
+    for warning in warnings:
+        print(f"warning: {warning}")
+    count = len(found) + len(missing) + len(warnings)
+    print(f"{files.path}: {len(spec.variants)} variants, {failed} errors, {count} warnings")
+    return 1 if failed else 0
 
 
 def _test(options: argparse.Namespace) -> int:

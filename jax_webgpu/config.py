@@ -23,7 +23,7 @@ then refuses what such a device would refuse.
 import functools
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Final, Self
@@ -210,13 +210,13 @@ class configure:
     ):
         changes: dict[str, Any] = {}
         if not isinstance(callback, _Unset):
-            if callback is not None and callback not in CALLBACKS:
+            if callback is not None and not _is_one_of(callback, CALLBACKS):
                 raise CallError(f"callback is {callback!r}; expected 'pure', 'buffer' or None")
             changes["callback"] = callback
         if not isinstance(tunables, _Unset):
             changes["tunables"] = _pairs({} if tunables is None else tunables)
         if not isinstance(implementation, _Unset):
-            if implementation not in IMPLEMENTATIONS:
+            if not _is_one_of(implementation, IMPLEMENTATIONS):
                 expected = "' or '".join(IMPLEMENTATIONS)
                 raise CallError(f"implementation is {implementation!r}; expected '{expected}'")
             changes["implementation"] = None if implementation == "webgpu" else implementation
@@ -248,6 +248,10 @@ class configure:
         before, self._before = self._before, None
         # Only what this changed: others may have come and gone in between.
         _apply(replace(settings(), **{name: getattr(before, name) for name in self._changes}))
+
+
+def _is_one_of(value: Any, texts: Collection[str]) -> bool:
+    return isinstance(value, str) and value in texts
 
 
 def _pairs(tunables: Any) -> tuple[tuple[str, Any], ...]:

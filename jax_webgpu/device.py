@@ -196,9 +196,24 @@ def _wgpu() -> Any:
 def _enumerate() -> "list[wgpu.GPUAdapter]":
     check_process()
     try:
-        return list(_wgpu().gpu.enumerate_adapters_sync())
+        wgpu, instance = _wgpu(), object()
+        # Where another thread uses wgpu first at the same time each may make an instance, and the
+        # one that stays must be that of the adapters.
+        while instance is not _instance():
+            instance = _instance()
+            found = wgpu.gpu.enumerate_adapters_sync()
+        return list(found)
     except (RuntimeError, OSError) as error:
         raise AdapterError(f"wgpu cannot list adapters: {error}\n{_REMEDIES}") from error
+
+
+def _instance() -> Any:
+    """What wgpu-native keeps its devices in; None where this wgpu does not show it."""
+    try:
+        from wgpu.backends.wgpu_native._helpers import get_wgpu_instance
+    except ImportError:
+        return None
+    return get_wgpu_instance()
 
 
 def _camel(dashed: str) -> str:
@@ -387,12 +402,13 @@ class _NativeMapper(_Mapper):
     def __init__(self, device: "wgpu.GPUDevice"):
         from wgpu.backends.wgpu_native import ffi, lib
         from wgpu.backends.wgpu_native._api import libf
-        from wgpu.backends.wgpu_native._helpers import get_wgpu_instance
 
         super().__init__(device)
         self._ffi, self._lib = ffi, lib
         self._raising = libf  # the same functions, whose errors are raised
-        self._instance = get_wgpu_instance()
+        self._instance = _instance()
+        if self._instance is None:
+            raise ImportError("this wgpu does not show its instance")
         self._probe = device.create_buffer(size=4, usage=_wgpu().BufferUsage.COPY_DST)
         self._nothing = ffi.new("char[1]")
         self._modes = {"READ": lib.WGPUMapMode_Read, "WRITE": lib.WGPUMapMode_Write}
@@ -1023,6 +1039,16 @@ class Device:
             finally:
                 for memory in held:
                     memory.destroy()
+
+    def compile(self, passes: Sequence[PassPlan]) -> None:
+        """Makes the pipelines of a plan's passes, and runs nothing.
+
+        Raises:
+          ShaderError: wgpu refuses a shader.
+        """
+        with self._lock:
+            for each in passes:
+                self._pipeline(each)
 
     def _pipeline(self, each: PassPlan) -> _Pipeline:
         kinds = tuple(bound.buffer for bound in each.bindings)

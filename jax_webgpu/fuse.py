@@ -18,6 +18,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching
 
 from jax_webgpu import generate, primitive
+from jax_webgpu.errors import DTypeError
 from jax_webgpu.generate import Constant, Step
 from jax_webgpu.group import Group, Operation, Runner
 from jax_webgpu.partition import Node, order, partition
@@ -52,8 +53,11 @@ def fuse(
       `shard_map`, and be part of other functions, fused ones too.
 
     Raises:
+      TypeError: `f` is no function, or a static argument is no name or number of one.
       ValueError, TypeError: when it is called, as `f` would under `jax.jit`.
     """
+    if not callable(f):
+        raise DTypeError(f"f must be a function, got {type(f).__name__}")
 
     @functools.wraps(f)
     def traced(*args: Any, **kwargs: Any) -> Any:
@@ -68,7 +72,12 @@ def fuse(
 
         return _fused(of_arrays, *(leaves[at] for at in dynamic))
 
-    return jax.jit(traced, static_argnums=static_argnums, static_argnames=static_argnames)
+    try:
+        return jax.jit(traced, static_argnums=static_argnums, static_argnames=static_argnames)
+    except (TypeError, ValueError) as error:
+        raise DTypeError(
+            f"static_argnums is {static_argnums!r} and static_argnames {static_argnames!r}: {error}"
+        ) from None
 
 
 def _fused(f: Callable[..., Any], *args: Any) -> Any:

@@ -74,9 +74,11 @@ def power(base: Any, exponent: Any) -> int | float:
 
 def log2ceil(x: Any) -> int:
     value = ceil(x)
+    if value <= 1:
+        return 0
     if not isinstance(value, int):
         raise ExpressionError(f"log2ceil takes a finite number, got {show(x)}")
-    return (value - 1).bit_length() if value > 1 else 0
+    return (value - 1).bit_length()
 
 
 def pow2ceil(x: Any) -> int | float:

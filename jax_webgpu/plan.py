@@ -156,8 +156,8 @@ def forget() -> None:
     _made.cache_clear()
 
 
-def anew(resolved: Resolved, capabilities: Capabilities) -> Plan:
-    """As `make`, but nothing is kept."""
+def anew(resolved: Resolved, capabilities: Capabilities, *, strict: bool = False) -> Plan:
+    """As `make`, but nothing is kept; `strict` as in `Template.render`."""
     selection = variants.select(resolved, capabilities)
     variant, spec = selection.variant, resolved.spec
     names = dict(selection.scope)
@@ -185,9 +185,8 @@ def anew(resolved: Resolved, capabilities: Capabilities) -> Plan:
             what = f"{where}: the intermediate {each.name} in bytes:"
             _check(capabilities, what, each.size, "maxBufferSize")
         _check_total(capabilities, where, sum(each.size for each in scratch))
-        planner = _Planner(
-            resolved, capabilities, where, names, arrays | {each.name: each for each in scratch}
-        )
+        arrays |= {each.name: each for each in scratch}
+        planner = _Planner(resolved, capabilities, where, names, arrays, strict)
         passes: tuple[PassPlan, ...] = ()
         if any(math.prod(tensor.shape) for _, tensor in resolved.outputs):
             passes = tuple(planner.passes(variant.passes))
@@ -253,8 +252,10 @@ class _Planner:
         where: str,
         names: dict[str, Any],
         arrays: dict[str, Buffer],
+        strict: bool,
     ):
         self.resolved = resolved
+        self.strict = strict
         self.capabilities = capabilities
         self.where = where
         self.names = names
@@ -471,7 +472,10 @@ class _Step:
         return Bound(binding.name, kind, type_, "", len(data), data, fields)
 
     def _render(self, bindings: tuple[Bound, ...]) -> str:
-        text = render(self.template, bindings, self.names, self.planner.capabilities)
+        planner = self.planner
+        text = render(
+            self.template, bindings, self.names, planner.capabilities, strict=planner.strict
+        )
         declared = wgsl.workgroup_size(wgsl.code(text))
         for axis, size in zip("XYZ", declared, strict=False):
             self._check("workgroup size", size, f"maxComputeWorkgroupSize{axis}")

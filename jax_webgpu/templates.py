@@ -1,17 +1,19 @@
-"""WGSL templates: Jinja's grammar, run by the same evaluator as expressions.
+"""WGSL templates: parsed by Jinja2, run by the same evaluator as expressions.
 
 The statements are Jinja's (output, if, for, set, macro, call, with); imports, includes and
 inheritance are not in the manifest format. Running a template is bounded in steps and in text.
 """
 
 import functools
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import jinja2
 from jinja2 import nodes
 
-from jax_webgpu import markup, values
+from jax_webgpu import values
 from jax_webgpu.errors import ExpressionError
 from jax_webgpu.expressions import Compiler, Evaluator
 from jax_webgpu.values import (
@@ -26,10 +28,10 @@ from jax_webgpu.values import (
     truthy,
 )
 
-# Macros that are called by others, and blocks within each other; each takes a few frames of
+# Blocks within each other, and macros that are called by others; each takes a few frames of
 # Python's stack.
+MAX_NESTING = 32
 MAX_CALLS = 32
-MAX_NESTING = markup.MAX_NESTING
 
 # What the call of a macro costs, besides what the macro does.
 _CALL = 16
@@ -105,13 +107,21 @@ class Template:
 def parse(name: str, source: str) -> Template:
     """Parses a template; raises `ExpressionError` with template name and line."""
     try:
-        template = Template(name, source, markup.parse(source))
+        with warnings.catch_warnings(action="ignore"):  # of escapes that Python does not know
+            template = Template(name, source, _environment.parse(source).body)
         _ = template.reads  # compiled here, for its errors
         return template
-    except markup.SyntaxFault as fault:
-        raise ExpressionError(f"{name}:{fault.line}: {fault}") from None
+    except ExpressionError:
+        raise
+    except jinja2.TemplateSyntaxError as error:
+        raise ExpressionError(f"{name}:{error.lineno}: {error.message}") from None
     except RecursionError:
         raise ExpressionError(f"{name}: nested too deeply") from None
+    except ValueError as error:  # a number of thousands of digits
+        raise ExpressionError(f"{name}: {error}") from None
+
+
+_environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, optimized=False)
 
 
 def _range(*bounds: Any) -> range:
@@ -141,6 +151,7 @@ class _TemplateCompiler(Compiler):
         super().__init__(lenient)
         self.template = name
         self.line = 1
+        self.nesting = 0
         self.sets = 0
         """The statements so far that set a name."""
         self.counts = 0
@@ -158,9 +169,13 @@ class _TemplateCompiler(Compiler):
         return self.optional(node)
 
     def block(self, body: Sequence[nodes.Node]) -> Statement:
+        self.nesting += 1
+        if self.nesting > MAX_NESTING:
+            raise ExpressionError(f"{self.template}: nested too deeply")
         around, self.size = self.size, 1
         steps = [self._statement(node) for node in body]
         cost, self.size = self.size, around  # a block inside this one charges its own cost
+        self.nesting -= 1
 
         def run(scope: dict[str, Any], output: Output) -> None:
             output.meter.spend(cost)

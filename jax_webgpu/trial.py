@@ -8,10 +8,11 @@ the keys `attributes`, `args` and `tunables` of a case, each by name, and the st
 "Infinity" and "-Infinity" among values.
 """
 
+import contextlib
 import enum
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,6 +120,13 @@ def run(files: Folder) -> Iterator[Result]:
     operator = spec.loads(manifest, files.path / "manifest.json", files.read_bytes)
     cases = read(files)
     return (attempt(operator, case) for case in cases)
+
+
+def calls(operator: Spec, cases: Iterable[Case]) -> Iterator[Resolved]:
+    """The calls of the cases, without those that the operator does not admit."""
+    for case in cases:
+        with contextlib.suppress(CallError):
+            yield _resolved(operator, case)
 
 
 def attempt(operator: Spec, case: Case) -> Result:

@@ -1,6 +1,7 @@
 """What every test shares: strict dtypes, the adapter in the report, and eager against jitted."""
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ from collections import defaultdict
 
 import jax
 import pytest
+from promises import PROMISES
 
 os.environ["JAX_WEBGPU_TUNED"] = os.devnull  # what this machine was tuned to is not tested
 
@@ -28,8 +30,9 @@ def pytest_configure(config):
     jax.config.update("jax_compilation_cache_dir", str(cache))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    # Warnings are errors. This one is given once a process, to users: the report names the adapter.
-    config.addinivalue_line("filterwarnings", "ignore::jax_webgpu.SoftwareAdapterWarning")
+    # Warnings are errors. These are given once a process, to users: the report names the adapter.
+    for name in ("SoftwareAdapterWarning", "DeadlockWarning"):
+        config.addinivalue_line("filterwarnings", f"ignore::jax_webgpu.{name}")
     config.addinivalue_line(
         "markers",
         "halves: of kernels that compute in float16; where the adapter has no shader-f16 there is "
@@ -78,7 +81,25 @@ def pytest_runtest_makereport(item, call):
     if report.skipped and os.environ.get("JAX_WEBGPU_NO_SKIP") == "1":
         report.outcome = "failed"
         report.longrepr = f"skipped, and JAX_WEBGPU_NO_SKIP is set: {report.longrepr}"
+    if report.when == "call" or not report.passed:
+        for promise in item.iter_markers("promise"):
+            _record(*promise.args, report)
     return report
+
+
+def _record(promise, report):
+    """Writes what `promises.table` is made of."""
+    if promise not in PROMISES:
+        raise pytest.UsageError(f"{report.nodeid} holds an unknown promise: {promise}")
+    if path := os.environ.get("JAX_WEBGPU_RECORD"):
+        line = {
+            "promise": promise,
+            "test": report.nodeid,
+            "outcome": report.outcome,
+            "figures": dict(report.user_properties),
+        }
+        with open(path, "a") as file:
+            file.write(json.dumps(line) + "\n")
 
 
 def pytest_report_header():
@@ -98,6 +119,15 @@ def run(request):
         return (jax.jit(f) if request.param == "jitted" else f)(*args)
 
     return call
+
+
+# A process that hangs tells where each of its threads is, and ends.
+WATCHED = """
+import faulthandler, os
+faulthandler.dump_traceback_later({timeout}, exit=True)
+if {cores} and hasattr(os, "sched_setaffinity"):
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:{cores}])
+"""
 
 
 @pytest.fixture(scope="session")
@@ -133,20 +163,25 @@ def patience():
 def run_snippet():
     """Run Python source in a process of its own; a process that hangs is a failure.
 
-    Keyword arguments besides ``timeout``, in seconds, are environment variables.
+    Keyword arguments besides ``timeout``, in seconds, and ``cores``, how many it may use, are
+    environment variables.
     """
 
-    def call(source, *, timeout=120, **environment):
-        command = [sys.executable, "-X", "faulthandler", "-c", textwrap.dedent(source)]
+    def call(source, *, timeout=120, cores=None, **environment):
+        source = WATCHED.format(timeout=timeout, cores=cores) + textwrap.dedent(source)
+        command = [sys.executable, "-X", "faulthandler", "-c", source]
         try:
-            return subprocess.run(
+            done = subprocess.run(
                 command,
                 env=os.environ | environment,
                 capture_output=True,
                 text=True,
-                timeout=timeout,
+                timeout=timeout + 30,
             )
         except subprocess.TimeoutExpired as hung:
             pytest.fail(f"hangs after {timeout} s: stdout {hung.stdout}, stderr {hung.stderr}")
+        if "\nTimeout (" in f"\n{done.stderr}":
+            pytest.fail(f"hangs after {timeout} s: stdout {done.stdout}, stderr {done.stderr}")
+        return done
 
     return call

@@ -612,9 +612,9 @@ def test_templates_are_bounded_together(tmp_path):
 
 def test_sequences_that_python_does_not_know_are_no_warning():
     source = (
-        "from jax_webgpu import expressions, markup\n"
+        "from jax_webgpu import expressions, templates\n"
         "assert expressions.parse(r\"'\\d'\")({}) == r'\\d'\n"
-        "markup.parse(r\"{{ '\\d' }}\")"
+        "assert templates.parse('t', r\"{{ '\\d' }}\").render({}) == r'\\d'"
     )
     done = subprocess.run([sys.executable, "-W", "error", "-c", source], capture_output=True)
     assert done.returncode == 0, done.stderr.decode()

@@ -13,8 +13,10 @@ import math
 import pathlib
 import types
 
+import kernel_oracle
 import numpy as np
 import pytest
+from kernel_oracle import check, wide
 
 from jax_webgpu import capabilities, device, folder, plan, runtime, spec, trial, variants
 from jax_webgpu.errors import CallError, DeviceError
@@ -135,24 +137,6 @@ def test_plans_of_devices_on_paper(name, preset, monkeypatch):
 
 # ---- random calls -------------------------------------------------------------------------------
 
-_EPSILON = {"float32": 2.0**-24, "float16": 2.0**-11}
-
-
-def check(actual, exact, error=0.0):
-    """Compares a result with the exact one, off by at most `error` before it is rounded."""
-    assert actual.shape == exact.shape
-    if actual.dtype.kind in "iu":
-        np.testing.assert_array_equal(actual, exact)
-        return
-    # Rounding may go to either neighbour; what is subnormal may be flushed to zero.
-    rounding = 2 * _EPSILON[str(actual.dtype)] * np.abs(exact) + np.finfo(actual.dtype).tiny
-    wrong = ~(np.abs(actual.astype(np.float64) - exact) <= error + rounding)
-    assert not wrong.any(), f"{actual[wrong][0]}, expected {exact[wrong][0]}; {wrong.sum()} wrong"
-
-
-def wide(x):
-    return x.astype(np.float64) if x.dtype.kind == "f" else x
-
 
 class Draw:
     """Seeded draws of what a call is made of."""
@@ -192,14 +176,7 @@ def draw_gelu(draw):
     x = draw.array(shape, draw.one(*floats()))
     approximate = draw.one("none", "tanh")
     actual, _ = run("gelu", x, approximate=approximate, tunables=draw.workgroup_size())
-    exact = wide(x)
-    if approximate == "tanh":
-        gate = 1 / (1 + np.exp(-2 * np.sqrt(2 / np.pi) * (exact + 0.044715 * exact**3)))
-    else:
-        gate = np.reshape([math.erfc(-z / math.sqrt(2)) / 2 for z in exact.flat], shape)
-    # What is rounded in the exponential's argument, which grows like x^2 or, with tanh, x^3.
-    relative = 1e-6 + 2e-7 * exact**2 * (1 + np.abs(exact) / 10)
-    check(actual, exact * gate, relative * np.abs(exact * gate))
+    check(actual, *kernel_oracle.gelu(x, approximate))
 
 
 def draw_add(draw):
@@ -226,11 +203,8 @@ def draw_rms_norm(draw):
     actual, _ = run(
         "rms_norm", x, weight, axis=axis, epsilon=epsilon, tunables=draw.workgroup_size()
     )
-    axes = tuple(range(axis % rank, rank))
-    squares = np.sum(wide(x) ** 2, axes, keepdims=True)
-    exact = wide(x) / np.sqrt(squares / max(1, math.prod(row)) + epsilon) * wide(weight)
     assert str(actual.dtype) == dtypes[1]
-    check(actual, exact, 2e-6 * np.abs(exact))
+    check(actual, *kernel_oracle.rms_norm(x, weight, axis, epsilon))
 
 
 def draw_softmax(draw):
@@ -241,10 +215,7 @@ def draw_softmax(draw):
     axis = int(draw.generator.integers(-rank, rank))
     tunables = draw.workgroup_size() | {"SHORT": draw.one(1, 4, 32)}
     actual, _ = run("softmax", x, axis=axis, tunables=tunables)
-    shifted = wide(x) - wide(x).max(axis, keepdims=True, initial=-1e9)
-    powers = np.exp(shifted)
-    exact = powers / powers.sum(axis, keepdims=True)
-    check(actual, exact, (2e-6 - shifted * 4e-7) * exact)
+    check(actual, *kernel_oracle.softmax(x, axis))
 
 
 def draw_matmul(draw):
@@ -256,9 +227,7 @@ def draw_matmul(draw):
     b = draw.array(draw.one((*draw.repeated(batch), depth, columns), (depth,)), dtype)
     tunables = draw.workgroup_size() | {"TILE": draw.one(1, 2, 3, 5, 8, 16, 16, 64)}
     actual, _ = run("matmul", a, b, tunables=tunables)
-    exact = np.asarray(np.matmul(wide(a), wide(b)))
-    # Each of `depth` products and sums is rounded.
-    check(actual, exact, (depth + 1) * 2.0**-24 * np.matmul(np.abs(wide(a)), np.abs(wide(b))))
+    check(actual, *kernel_oracle.matmul(a, b))
 
 
 def draw_scan(draw):
@@ -269,15 +238,7 @@ def draw_scan(draw):
     axis, exclusive, reverse = draw.generator.integers((-rank, 0, 0), (rank, 2, 2)).tolist()
     options = {"axis": axis, "exclusive": exclusive, "reverse": reverse}
     actual, _ = run("scan", x, **options, tunables=draw.workgroup_size())
-
-    def sums(values):
-        """Of the definition: a matrix of ones says which elements each sum has."""
-        size = values.shape[axis]
-        ones = np.tril(np.ones((size, size), values.dtype), -exclusive)
-        ones = ones.T if reverse else ones
-        return np.moveaxis(np.tensordot(ones, values, (1, axis)), 0, axis)
-
-    check(actual, sums(wide(x)), 16 * 2.0**-24 * sums(np.abs(wide(x))))
+    check(actual, *kernel_oracle.scan(x, **options))
 
 
 @pytest.mark.parametrize("seed", range(60))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import loading, synthetic
-from jax_webgpu import capabilities, expressions, grammar, markup, plan, spec, variants
+from jax_webgpu import capabilities, expressions, grammar, plan, spec, templates, variants
 from jax_webgpu.capabilities import IDEAL, PRESETS
 from jax_webgpu.errors import DeviceError
 from jax_webgpu.resolve import Tensor, resolve
@@ -48,21 +48,21 @@ def test_it_is_as_large_as_published_folders():
 
 
 def test_each_expression_is_parsed_once(folder, counted):
-    parsed, templates = counted(grammar, "parse"), counted(markup, "parse")
+    parsed, texts_parsed = counted(grammar, "parse"), counted(templates, "parse")
     spec.forget()
     spec.load(folder / "manifest.json")
-    texts = [text for (text,) in parsed]
+    texts = [text for text, *_ in parsed]
     assert len(texts) == len(set(texts)) > 500
-    assert len(templates) == 3  # the templates' files
+    assert len(texts_parsed) == 3  # the templates' files
     assert expressions.parse.cache_info().hits > 2 * len(texts)
 
 
 def test_equal_bytes_are_not_loaded_again(folder, large, counted):
     spec.load(folder / "manifest.json")
-    parsed, templates = counted(expressions, "parse"), counted(markup, "parse")
+    parsed, texts_parsed = counted(expressions, "parse"), counted(templates, "parse")
     read = counted(json, "loads")
     again = spec.load(folder / "manifest.json")
-    assert again == large and not parsed and not templates and not read
+    assert again == large and not parsed and not texts_parsed and not read
     data = (folder / "manifest.json").read_bytes()
     named = spec.loads(data, folder / "other.json", lambda name: (folder / name).read_bytes())
     assert named == again and named.path.name == "other.json" and not read

@@ -61,12 +61,16 @@ def load_kernel(
     Raises:
       SpecError: the folder is not in the format, or a file has not the digest that its metadata
         lists; the message gives file and JSON path or line.
-      ValueError: there is no such folder, or an argument does not fit.
+      ValueError, TypeError: there is no such folder, or an argument does not fit.
       HubError: the Hub cannot be reached, or has no such kernel.
       MissingExtraError: the Hub's client is not installed.
     """
+    options = {
+        "vmap_axis": vmap_axis,
+        "vmap_method": _vmap_method(vmap_method),
+        "tunables": _tunables(tunables),
+    }
     files = open_folder(source, version=version, revision=revision)
-    options = {"vmap_axis": vmap_axis, "vmap_method": vmap_method, "tunables": dict(tunables or {})}
     return Kernel(files.read_bytes(MANIFEST), files.read_bytes, files.path, options)
 
 
@@ -74,12 +78,12 @@ def open_folder(
     source: str | os.PathLike[str], *, version: int | None = None, revision: str | None = None
 ) -> folder.Folder:
     """The verified files of a folder here or on the Hub; see `load_kernel`."""
-    path = Path(source)
+    given = _source(source)
+    path = Path(given)
     if path.is_dir():
         return folder.read(path)
     if path.is_file():
-        raise CallError(f"{os.fspath(source)} is a file; give its folder")
-    given = os.fspath(source)
+        raise CallError(f"{given} is a file; give its folder")
     if version is None and revision is None and not re.fullmatch(r"[\w.-]+/[\w.-]+", given):
         raise CallError(f"there is no kernel folder {given}")
     fetched = hub.fetch(given, version=version, revision=revision)
@@ -108,10 +112,7 @@ class Kernel:
     ):
         self.spec = spec = loads(manifest, path / MANIFEST, templates)
         self.vmap_axes = _vmap_axes(spec, options["vmap_axis"])
-        self.vmap_method = options["vmap_method"] or "sequential"
-        if self.vmap_method not in VMAP_METHODS:
-            expected = ", ".join(VMAP_METHODS)
-            raise CallError(f"vmap_method is {self.vmap_method!r}; expected one of {expected}")
+        self.vmap_method = options["vmap_method"]
         self.tunables = checked_tunables(spec, options["tunables"])
         self._made_from = manifest, path, options
         self._jvp: Callable[..., Any] | None = None
@@ -136,7 +137,11 @@ class Kernel:
         return self
 
     def __call__(
-        self, *inputs: Any, outputs: Mapping[str, Any] | Iterable[str] | None = None, **named: Any
+        self,
+        /,
+        *inputs: Any,
+        outputs: Mapping[str, Any] | Iterable[str] | None = None,
+        **named: Any,
     ) -> Any:
         """Calls the kernel; see the class.
 
@@ -238,6 +243,30 @@ def _unpickled(
 
 
 # ---- checks -------------------------------------------------------------------------------------
+
+
+def _source(source: Any) -> str:
+    given = os.fspath(source) if isinstance(source, os.PathLike) else source
+    if not isinstance(given, str):
+        raise DTypeError(f"source must be a path or a repository id, got {type(given).__name__}")
+    if not given or "\0" in given:
+        raise CallError(f"source is {given!r}; expected a folder or a repository id")
+    return given
+
+
+def _vmap_method(method: Any) -> str:
+    method = "sequential" if method is None else method
+    if not isinstance(method, str) or method not in VMAP_METHODS:
+        expected = ", ".join(VMAP_METHODS)
+        raise CallError(f"vmap_method is {method!r}; expected one of {expected}")
+    return method
+
+
+def _tunables(tunables: Any) -> dict[str, Any]:
+    tunables = {} if tunables is None else tunables
+    if not isinstance(tunables, Mapping) or not all(isinstance(name, str) for name in tunables):
+        raise CallError(f"tunables is {tunables!r}; expected a mapping of names to values")
+    return dict(tunables)
 
 
 def _vmap_axes(spec: Spec, axis: Any) -> dict[str, int]:
