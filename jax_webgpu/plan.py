@@ -29,7 +29,7 @@ from jax_webgpu.spec import (
     whole,
 )
 from jax_webgpu.templates import Template
-from jax_webgpu.values import METER, UNDEFINED, counted, is_sequence, need_unicode, show
+from jax_webgpu.values import UNDEFINED, counted, is_sequence, need_unicode, show
 
 # More passes than this are a mistake of a repeat count, and so are more turns, with passes that
 # have no work, or with none.
@@ -377,6 +377,7 @@ class _Step:
         self.bound = dict[str, Bound]()
         self.rebound = list(step.bindings)
         """The bindings that may be another than in the last turn."""
+        self.last: PassPlan | None = None
         self.types: tuple[str, ...] = ()
         self.retyped = True
         """Whether the types of the bindings may be others than in the last turn."""
@@ -394,33 +395,39 @@ class _Step:
 
     def plan(self, loops: Mapping[str, Any]) -> PassPlan | None:
         """The dispatch in one turn of the groups around it; None if there is nothing to do."""
-        step = self.step
+        step, same = self.step, self.last is not None
         self._enter(loops)
         workgroups = self._once("", step.dispatch.reads, self._workgroups)
         if 0 in workgroups or step.is_view:
             return None
         for each in self.rebound:
-            self.bound[each.name] = self._once(each.name, each.reads, self._bind, each)
+            if self.last is not None and each.struct is not None:
+                bound = self._bind(each)  # to look whether it was filled so before takes as long
+            else:
+                bound = self._once(each.name, each.reads, self._bind, each)
+            same = same and bound is self.bound[each.name]
+            self.bound[each.name] = bound
         bindings = tuple(self.bound.values())
         if self.retyped:
             self.types = tuple([bound.type for bound in bindings])
             self.rebound = [each for each in self.rebound if self.watched[each.name]]
             self.retyped = any(each.struct is None for each in self.rebound)
         code = self._once(self.types, self.template.reads, self._render, bindings)
-        parts = (workgroups, id(code), *map(id, bindings))  # `made` keeps what they name
-        found = self.made.get(parts)
-        if found is None:
-            found = self.made[parts] = PassPlan(
-                self.label, code, bindings, workgroups, step.view_alias, self.template.name
-            )
-        return found
+        last = self.last
+        if last and same and last.wgsl is code and last.workgroups == workgroups:
+            return last
+        self.last = PassPlan(
+            self.label, code, bindings, workgroups, step.view_alias, self.template.name
+        )
+        return self.last
 
     def _enter(self, loops: Mapping[str, Any]) -> None:
         """Makes the scope that of a turn: the last turn's, if nothing of that can show."""
         if not self.plain:
             self.names = extend(self.planner.names, ())
         self.names.update(loops)
-        derive(self.names, self.derived)
+        if self.derived:
+            derive(self.names, self.derived)
 
     def _once(self, what: object, reads: frozenset[str], make: Callable[..., T], *given: Any) -> T:
         """What `make` gives, or gave before with the same values in all that it reads.
@@ -458,7 +465,6 @@ class _Step:
 
     def _bind_struct(self, binding: Binding, declared: tuple[StructField, ...]) -> Bound:
         """A struct; of its fields only those that may differ are evaluated again."""
-        self.names[METER].spend(len(declared))
         known = self.structs.get(binding.name)
         if known is None:
             known = self.structs[binding.name] = uniforms.Struct(

@@ -10,8 +10,9 @@ from itertools import count, islice
 from typing import Any
 
 from jax_webgpu.errors import ExpressionError
+from jax_webgpu.expressions import Evaluator, Expression
 from jax_webgpu.spec import StructField, evaluate, whole
-from jax_webgpu.values import UNDEFINED, is_number, show
+from jax_webgpu.values import METER, UNDEFINED, is_number, show
 
 Field = tuple[str, str, Any]
 """Name, WGSL type and value."""
@@ -26,14 +27,18 @@ def field(declared: StructField, names: Mapping[str, Any], args: Mapping[str, An
     Raises:
       ExpressionError: the value is not one that the type holds exactly; f32 alone is rounded.
     """
-    name, type_ = declared.name, declared.type
     value: Any = UNDEFINED
     if declared.value is not None:
         value = evaluate(declared.value, names)
-        if value.__class__ is int and type_ != "f32" and 0 <= value < 2**31:
-            return name, type_, value  # as nearly all are
-    elif name in args:
-        value = args[name]
+    elif declared.name in args:
+        value = args[declared.name]
+    return _exact(declared, value)
+
+
+def _exact(declared: StructField, value: Any) -> Field:
+    name, type_ = declared.name, declared.type
+    if value.__class__ is int and type_ != "f32" and 0 <= value < 2**31:
+        return name, type_, value  # as nearly all are
     if value is UNDEFINED:
         value = declared.default
     if value is UNDEFINED and not declared.required:
@@ -73,12 +78,15 @@ class Struct:
         names: Mapping[str, Any],
         args: Mapping[str, Any],
     ):
-        self.args = args
-        self.again = [(at, each) for at, each in enumerate(declared) if differs(each)]
-        self.fields = [
-            (each.name, each.type, 0) if differs(each) else field(each, names, args)
-            for each in declared
-        ]
+        self.cost = len(declared)
+        """What filling it counts as."""
+        self.again = list[tuple[int, StructField, Evaluator]]()
+        self.fields = list[Field]()
+        for at, each in enumerate(declared):
+            if isinstance(each.value, Expression) and differs(each):
+                self.again.append((at, each, each.value.evaluator))
+                self.cost += each.value.size
+            self.fields.append(field(each, names, args))
         missing = -len(declared) % 4 if declared else 4
         taken = {each.name for each in declared}
         spare = (name for index in count() if (name := f"_pad{index}") not in taken)
@@ -88,8 +96,9 @@ class Struct:
     def filled(self, names: Mapping[str, Any]) -> tuple[tuple[Field, ...], bytes]:
         """The fields with their values in these names, padding included, and the bytes of all."""
         fields = self.fields
-        for at, each in self.again:
-            fields[at] = field(each, names, self.args)
+        names[METER].spend(self.cost)
+        for at, each, value in self.again:
+            fields[at] = _exact(each, value(names))
         try:
             return tuple(fields), self.layout.pack(*[value for _, _, value in fields])
         except OverflowError:
