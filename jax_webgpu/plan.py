@@ -29,7 +29,7 @@ from jax_webgpu.spec import (
     whole,
 )
 from jax_webgpu.templates import Template
-from jax_webgpu.values import UNDEFINED, is_sequence, need_unicode, show
+from jax_webgpu.values import METER, UNDEFINED, counted, is_sequence, need_unicode, show
 
 # More passes than this are a mistake of a repeat count, and so are more turns, with passes that
 # have no work, or with none.
@@ -38,8 +38,6 @@ MAX_TURNS = 16384
 
 # The largest buffers that the intermediates of a call may take together.
 MAX_BUFFERS = 16
-
-_NOTHING = frozenset[str]()
 
 T = TypeVar("T")
 
@@ -318,8 +316,8 @@ class _Planner:
             raise ExpressionError(f"the binding {binding.name}: {error}") from None
         if array.size // least > _U32:
             raise LimitError(
-                f"{array.name} has {array.size // least:,} elements of {element}; WGSL counts them "
-                f"in u32, up to {_U32:,}"
+                f"{array.name} has {counted(array.size // least)} elements of {element}; WGSL "
+                f"counts them in u32, up to {_U32:,}"
             )
         read_only = binding.source in spec.inputs and binding.source not in spec.outputs
         type_ = f"array<{element}>"
@@ -375,9 +373,13 @@ class _Step:
         self.names = extend(planner.names, [e for e in step.derive if e not in self.derived])
         self.watched = dict[object, tuple[str, ...]]()
         self.made = dict[object, Any]()
+        self.structs = dict[str, uniforms.Struct]()
         self.bound = dict[str, Bound]()
         self.rebound = list(step.bindings)
         """The bindings that may be another than in the last turn."""
+        self.types: tuple[str, ...] = ()
+        self.retyped = True
+        """Whether the types of the bindings may be others than in the last turn."""
 
     def _differs(self, name: str, value: Value) -> bool:
         """Whether a derived value may be another in another turn; notes it if so."""
@@ -399,10 +401,12 @@ class _Step:
             return None
         for each in self.rebound:
             self.bound[each.name] = self._once(each.name, each.reads, self._bind, each)
-        self.rebound = [each for each in self.rebound if self.watched[each.name]]
         bindings = tuple(self.bound.values())
-        types = tuple([bound.type for bound in bindings])
-        code = self._once(types, self.template.reads, self._render, bindings)
+        if self.retyped:
+            self.types = tuple([bound.type for bound in bindings])
+            self.rebound = [each for each in self.rebound if self.watched[each.name]]
+            self.retyped = any(each.struct is None for each in self.rebound)
+        code = self._once(self.types, self.template.reads, self._render, bindings)
         parts = (workgroups, id(code), *map(id, bindings))  # `made` keeps what they name
         found = self.made.get(parts)
         if found is None:
@@ -427,8 +431,9 @@ class _Step:
         if watched is None:
             every = self.changing if EVERY in reads else self.changing & reads
             watched = self.watched[what] = tuple(every)
-        names, key = self.names, what
+        key = what
         if watched:
+            names = self.names
             key = (what, *[_frozen(names.get(name)) for name in watched])
         found = self.made.get(key)
         if found is None:
@@ -453,23 +458,18 @@ class _Step:
 
     def _bind_struct(self, binding: Binding, declared: tuple[StructField, ...]) -> Bound:
         """A struct; of its fields only those that may differ are evaluated again."""
-        names, args = self.names, self.planner.args
-        ready = self._once(("fields", binding.name), _NOTHING, self._fields, declared)
-        fields = tuple(
-            [uniforms.field(each, names, args) if again else each for each, again in ready]
-        )
-        data, kind = uniforms.packed(fields), binding.buffer or "uniform"
-        type_ = binding.struct_name or ""
+        self.names[METER].spend(len(declared))
+        known = self.structs.get(binding.name)
+        if known is None:
+            known = self.structs[binding.name] = uniforms.Struct(
+                declared,
+                lambda each: self.changes(reads(each.value)),
+                self.names,
+                self.planner.args,
+            )
+        fields, data = known.filled(self.names)
+        kind, type_ = binding.buffer or "uniform", binding.struct_name or ""
         return Bound(binding.name, kind, type_, "", len(data), data, fields)
-
-    def _fields(self, declared: tuple[StructField, ...]) -> list[tuple[Any, bool]]:
-        """Of each field its value, padding included; or itself, and that it is to be evaluated."""
-        fields: list[tuple[Any, bool]] = []
-        for each in declared:
-            again = self.changes(reads(each.value))
-            ready = each if again else uniforms.field(each, self.names, self.planner.args)
-            fields.append((ready, again))
-        return [*fields, *((each, False) for each in uniforms.padding(declared))]
 
     def _render(self, bindings: tuple[Bound, ...]) -> str:
         planner = self.planner
@@ -520,8 +520,8 @@ def _check_total(capabilities: Capabilities, where: str, need: int) -> None:
     most = MAX_BUFFERS * capabilities.limit("maxBufferSize")
     if need > most:
         raise LimitError(
-            f"{where}: the intermediates in bytes: {need:,}; {MAX_BUFFERS} times the maxBufferSize "
-            f"of {capabilities.name} is {most:,}"
+            f"{where}: the intermediates in bytes: {counted(need)}; {MAX_BUFFERS} times the "
+            f"maxBufferSize of {capabilities.name} is {most:,}"
         )
 
 
@@ -529,7 +529,8 @@ def _check(capabilities: Capabilities, what: str, need: int, *limits: str) -> No
     for limit in limits:
         if need > capabilities.limit(limit):
             raise LimitError(
-                f"{what} {need:,}; {limit} of {capabilities.name} is {capabilities.limit(limit):,}"
+                f"{what} {counted(need)}; {limit} of {capabilities.name} is "
+                f"{capabilities.limit(limit):,}"
             )
 
 

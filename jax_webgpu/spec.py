@@ -23,7 +23,7 @@ from jax_webgpu.document import Value as Value
 from jax_webgpu.errors import ExpressionError, SpecError
 from jax_webgpu.expressions import Expression
 from jax_webgpu.templates import Template
-from jax_webgpu.values import UNDEFINED, is_sequence, show
+from jax_webgpu.values import UNDEFINED, counted, is_sequence, show
 
 Shaders = Path | Callable[[str], bytes]
 
@@ -431,7 +431,8 @@ def sizes(value: Value, scope: expressions.Scope, name: str) -> tuple[int, ...]:
     if len(known) > MAX_RANK:
         raise ExpressionError(f"the shape of {name} has {len(known):,} axes; at most {MAX_RANK}")
     if math.prod(known) > MAX_ELEMENTS:
-        raise ExpressionError(f"{name} has {math.prod(known):,} elements; at most {MAX_ELEMENTS:,}")
+        count = counted(math.prod(known))
+        raise ExpressionError(f"{name} has {count} elements; at most {MAX_ELEMENTS:,}")
     return known
 
 

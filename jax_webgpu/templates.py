@@ -5,6 +5,7 @@ inheritance are not in the manifest format. Running a template is bounded in ste
 """
 
 import functools
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,6 +32,9 @@ from jax_webgpu.values import (
 # Python's stack.
 MAX_NESTING = 32
 MAX_CALLS = 32
+
+# What the call of a macro costs, besides what the macro does.
+_CALL = 16
 
 # What a statement does: reads and changes the scope, and writes to the output.
 Statement = Callable[[dict[str, Any], "Output"], None]
@@ -103,7 +107,8 @@ class Template:
 def parse(name: str, source: str) -> Template:
     """Parses a template; raises `ExpressionError` with template name and line."""
     try:
-        template = Template(name, source, _environment.parse(source).body)
+        with warnings.catch_warnings(action="ignore"):  # of escapes that Python does not know
+            template = Template(name, source, _environment.parse(source).body)
         _ = template.reads  # compiled here, for its errors
         return template
     except ExpressionError:
@@ -369,6 +374,7 @@ class _TemplateCompiler(Compiler):
                         inner[argument] = defaults[index - required](inner)
                     else:
                         inner[argument] = UNDEFINED
+                output.meter.spend(_CALL)
                 output.calls += 1
                 if output.calls > MAX_CALLS:
                     raise ExpressionError("macros call each other without end")

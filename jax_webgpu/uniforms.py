@@ -3,10 +3,9 @@
 Every field takes 4 bytes, in order; a struct is padded to whole rows of four, and has at least one.
 """
 
-import functools
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count, islice
 from typing import Any
 
@@ -57,32 +56,45 @@ def field(declared: StructField, names: Mapping[str, Any], args: Mapping[str, An
     return name, type_, exact
 
 
-def padding(declared: Sequence[StructField]) -> list[Field]:
-    """The zeros behind the fields of a struct, up to a whole row."""
-    missing = -len(declared) % 4 if declared else 4
-    taken = {each.name for each in declared}
-    spare = (name for index in count() if (name := f"_pad{index}") not in taken)
-    return [(name, "u32", 0) for name in islice(spare, missing)]
+class Struct:
+    """A uniform struct that is filled again and again, where only some fields differ.
 
+    Args:
+      declared: its fields.
+      differs: whether one may have another value in other names.
+      names: the scope of what does not differ.
+      args: the call's.
+    """
 
-def packed(fields: Sequence[Field]) -> bytes:
-    """The bytes of fields; raises `ExpressionError` for a value beyond f32."""
-    _, types, values = zip(*fields, strict=True)
-    layout = _layout("".join([_FORMATS[type_] for type_ in types]))
-    try:
-        return layout.pack(*values)
-    except OverflowError:
-        for name, type_, value in fields:
-            if type_ == "f32" and not _fits(value):
-                raise ExpressionError(
-                    f"the field {name} comes out as {value}, beyond f32"
-                ) from None
-        raise
+    def __init__(
+        self,
+        declared: Sequence[StructField],
+        differs: Callable[[StructField], bool],
+        names: Mapping[str, Any],
+        args: Mapping[str, Any],
+    ):
+        self.args = args
+        self.again = [(at, each) for at, each in enumerate(declared) if differs(each)]
+        self.fields = [
+            (each.name, each.type, 0) if differs(each) else field(each, names, args)
+            for each in declared
+        ]
+        missing = -len(declared) % 4 if declared else 4
+        taken = {each.name for each in declared}
+        spare = (name for index in count() if (name := f"_pad{index}") not in taken)
+        self.fields += [(name, "u32", 0) for name in islice(spare, missing)]
+        self.layout = struct.Struct("<" + "".join(_FORMATS[type_] for _, type_, _ in self.fields))
 
-
-@functools.lru_cache(maxsize=256)
-def _layout(types: str) -> struct.Struct:
-    return struct.Struct(f"<{types}")
+    def filled(self, names: Mapping[str, Any]) -> tuple[tuple[Field, ...], bytes]:
+        """The fields with their values in these names, padding included, and the bytes of all."""
+        fields = self.fields
+        for at, each in self.again:
+            fields[at] = field(each, names, self.args)
+        try:
+            return tuple(fields), self.layout.pack(*[value for _, _, value in fields])
+        except OverflowError:
+            name, value = next((n, v) for n, type_, v in fields if type_ == "f32" and not _fits(v))
+            raise ExpressionError(f"the field {name} comes out as {value}, beyond f32") from None
 
 
 def _fits(value: float) -> bool:

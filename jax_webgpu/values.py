@@ -39,7 +39,7 @@ _NUMERAL = re.compile(r"[+-]?(Infinity|(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?)", re.
 
 
 # What may be evaluated for one call: nodes of expressions, elements of lists, and text.
-MAX_WORK = 5_000_000
+MAX_WORK = 2_000_000
 CHARACTERS = 16  # that count as much as one
 
 # The name under which a scope holds its `Meter`; no expression can name it.
@@ -279,6 +279,13 @@ def concatenated(values: Iterable[Any], separator: str = "") -> str:
 def quoted(text: str) -> str:
     """A string as it stands in an expression."""
     return json.dumps(text, ensure_ascii=False)
+
+
+def counted(number: int) -> str:
+    """A whole number as a message shows it, of any size."""
+    if abs(number) < 10**18:
+        return f"{number:,}"
+    return f"about 10^{math.log10(number):.0f}"
 
 
 def show(value: Any) -> str:
