@@ -108,8 +108,8 @@ def check_process() -> None:
     """Raises `DeviceError` in a forked child of a process that has used the GPU."""
     if is_forked():
         raise DeviceError(
-            "this process was forked from one that had used WebGPU already, and a GPU does not "
-            "survive a fork; start it with multiprocessing's 'spawn' method instead"
+            "this process was forked from one that had used WebGPU already, and neither a GPU nor "
+            "JAX's threads survive a fork; start it with multiprocessing's 'spawn' method instead"
         )
 
 

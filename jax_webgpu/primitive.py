@@ -519,14 +519,20 @@ def _fence(pid: int) -> None:
 
 
 def _after_fork() -> None:
-    """In a forked child makes JAX trace again what was jitted, so that `bind` refuses it.
+    """Makes JAX raise in a forked child of a process that used the GPU, where it could only hang.
 
-    Compiled code would run there, but what feeds it may wait for JAX's threads, which a fork does
-    not copy. This setting is part of what JAX compiles for, and means nothing here. To clear JAX's
-    caches takes long, and locks that a thread of the parent may have held.
+    What was compiled before may wait there, before it comes to us, for threads that a fork does not
+    copy, and a compiler does so always. So all is traced anew, since a setting that means nothing
+    here but is part of what JAX compiles for is changed; and what comes to be compiled is refused.
+    To clear JAX's caches instead takes long, and locks that the parent's threads may have held.
     """
     if device.is_forked():
         jax.config.update("jax_xla_profile_version", os.getpid())
+        jax.monitoring.register_event_duration_secs_listener(_refuse)
+
+
+def _refuse(event: str, duration_secs: float, **about: Any) -> None:
+    device.check_process()
 
 
 # ---- transformations ----------------------------------------------------------------------------

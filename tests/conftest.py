@@ -49,6 +49,7 @@ def pytest_addoption(parser):
     )
 
 
+@pytest.hookimpl(trylast=True)  # of what -k leaves
 def pytest_collection_modifyitems(config, items):
     halves = {item for item in items if item.get_closest_marker("halves")}
     if halves and not has_halves():

@@ -19,8 +19,8 @@ PROMISES = {
     "being computed, operations before and after, 16 KiB to 16 MiB, on one core and on two",
     "meshes": "Nor under `shard_map` over 4 and 8 host devices",
     "company": "Nor with 2 to 8 Python threads and another user of the GPU in the process",
-    "pure": "`pure` does not hang where arguments are ready or XLA has 16 threads; elsewhere a "
-    "warning names both ways out",
+    "pure": "`pure` does not hang where XLA has 16 threads, nor on two cores where each result is "
+    "awaited; where it can, a warning names both ways out",
     "threads": "8 threads of mixed calls of both operators and of changing shapes: every result "
     "right, the device made once, caches bounded",
     "elsewhere": "The same on a thread that is not the main one, and with asyncio",

@@ -102,12 +102,13 @@ def check_many_parts():
         oracle.assert_split(jax_webgpu.split(x, sizes, axis=1), x, sizes, 1)
 
 
-def check_kernels():
+def check_kernels(thin):
     """The kernels under examples/; in float16 they need what a device may lack."""
     halves = device.get().capabilities.has("shader-f16")
     for path in sorted(path.parent for path in KERNELS.glob("*/manifest.json")):
         manifest = spec.load(path / "manifest.json")
-        results = [trial.attempt(manifest, case) for case in trial.read(folder.read(path))]
+        cases = trial.read(folder.read(path))[::thin]
+        results = [trial.attempt(manifest, case) for case in cases]
         refused = [each for each in results if each.status == trial.Status.REFUSED]
         others = [str(each) for each in results if each.status != trial.Status.PASSED]
         assert others == [str(each) for each in refused]
@@ -154,13 +155,14 @@ def check_fused():
 def test_calls_of_every_kind_are_right(mask, held):
     features, limits = MASKS[mask]
     gpu = held(features, limits)
-    check_operators(EACH, overlays=False)
-    check_operators(EACH[::3], overlays=True)
-    check_kernels()
+    thin = 1 if mask == "floor" else 3  # all calls under all masks, and few under one alone
+    check_operators(EACH[::thin], overlays=False)
+    check_operators(EACH[:: 3 * thin], overlays=True)
+    check_kernels(thin)
     check_many_parts()
     check_fused()
     assert device.get() is gpu
-    assert gpu.counters["dispatches"] > 200
+    assert gpu.counters["dispatches"] > (200 if thin == 1 else 50)
 
 
 @pytest.mark.parametrize("case", EACH[::4], ids=lambda case: case.id)

@@ -72,9 +72,9 @@ def _kernel(draw: Any) -> list[str]:
     right = given.get(name, ["x=float32:8,4"])
     values = right if draw(st.booleans()) else [f"x={draw(DTYPES)}:{draw(SHAPES)}"]
     more = st.sampled_from(
-        ["axis=-1", "axis=9", "axis=[1]", "axis=null", "axis=", "other=1", "x=float32:8", "approximate"
+        ["axis=-1", "axis=9", "axis=[1]", "axis=null", "axis=", "other=1", "x=float32:8", "approximate"  # noqa: E501
          "=tanh", "epsilon=NaN", "epsilon=1e999", "axis=" + "1" * 5000, "--output=y", "--output=z",
-         "--output=y=2,3", "--output=y=x", "=", "==", "axis=" + "[" * 3000, "é=1", "self=1", "outputs=1", "inputs=1"]
+         "--output=y=2,3", "--output=y=x", "=", "==", "axis=" + "[" * 3000, "é=1", "self=1", "outputs=1", "inputs=1"]  # noqa: E501
     )  # fmt: skip
     words = draw(st.lists(more, max_size=2))
     device = [f"--device={draw(DEVICES)}"] if draw(st.booleans()) else []
