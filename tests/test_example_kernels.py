@@ -128,6 +128,7 @@ def test_plans_of_devices_on_paper(name, preset, monkeypatch):
 
 # ---- random calls -------------------------------------------------------------------------------
 
+
 class Draw:
     """Seeded draws of what a call is made of."""
 
