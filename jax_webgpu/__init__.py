@@ -5,13 +5,14 @@
 """
 
 from jax_webgpu.config import configure
-from jax_webgpu.device import AdapterInfo, SoftwareAdapterWarning, clear_caches
+from jax_webgpu.device import AdapterInfo, SoftwareAdapterWarning
 from jax_webgpu.device import info as device_info
 from jax_webgpu.errors import (
     AdapterError,
     CallError,
     DerivativeError,
     DeviceError,
+    DeviceLostError,
     DTypeError,
     ExpressionError,
     HubError,
@@ -26,7 +27,7 @@ from jax_webgpu.fuse import fuse
 from jax_webgpu.ops.kernel import Kernel, load_kernel
 from jax_webgpu.ops.rotary_embedding import rotary_cache, rotary_embedding
 from jax_webgpu.ops.split import split
-from jax_webgpu.primitive import per_shard
+from jax_webgpu.primitive import DeadlockWarning, clear_caches, per_shard
 
 __version__ = "0.1.0"
 
@@ -35,8 +36,10 @@ __all__ = [
     "AdapterInfo",
     "CallError",
     "DTypeError",
+    "DeadlockWarning",
     "DerivativeError",
     "DeviceError",
+    "DeviceLostError",
     "ExpressionError",
     "HubError",
     "JaxWebGPUError",

@@ -1,7 +1,9 @@
-"""The command line: `python -m jax_webgpu info | explain | test | tune | check`."""
+"""The command line: `python -m jax_webgpu info | explain | lint | test | tune | check`."""
 
 import argparse
+import itertools
 import json
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -11,13 +13,14 @@ import jax
 import jax.numpy as jnp
 
 import jax_webgpu
-from jax_webgpu import device, selftest, trial, tuning, variants
+from jax_webgpu import device, lint, review, selftest, trial, tuning, variants
 from jax_webgpu.capabilities import PRESETS
 from jax_webgpu.errors import JaxWebGPUError
 from jax_webgpu.folder import Folder
-from jax_webgpu.ops.kernel import open_folder
+from jax_webgpu.ops.kernel import MANIFEST, open_folder
 from jax_webgpu.ops.rotary_embedding import Rules as Rotary
 from jax_webgpu.ops.split import Rules as Split
+from jax_webgpu.spec import loads
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,6 +28,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(_with_kernel(sys.argv[1:] if arguments is None else arguments))
     try:
         status: int = options.run(options)
+    except BrokenPipeError:  # what reads has read enough; at exit Python would write again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except (JaxWebGPUError, ValueError) as error:
         print(f"python -m jax_webgpu {options.command}: {error}", file=sys.stderr)
         return 1
@@ -135,6 +141,16 @@ def _parser() -> argparse.ArgumentParser:
             "--no-overlays", action="store_true", help="the published manifest's variants alone"
         )
 
+    lint_ = commands.add_parser(
+        "lint",
+        help="check a kernel folder: manifest, templates, every variant on a table of devices",
+        description="Loads the folder, points out what looks wrong in it, then renders each "
+        "variant for devices on paper and compiles it on this machine's. The exit status is 1 "
+        "where the folder or a variant fails; what may be meant is a warning.",
+    )
+    _add_folder(lint_)
+    lint_.set_defaults(run=_lint)
+
     test = commands.add_parser(
         "test", help="run the cases of a kernel folder's test.json on this adapter"
     )
@@ -207,7 +223,8 @@ def _info(options: argparse.Namespace) -> int:
     for adapter in found:
         mark = "*" if adapter.index == chosen.index else " "
         print(f"{mark} {adapter.index}: {adapter}")
-        capabilities = chosen.capabilities if adapter is chosen else adapter.capabilities
+        own = adapter.index == chosen.index
+        capabilities = device.get().capabilities if own else adapter.capabilities
         print(f"     features: {', '.join(sorted(capabilities.features)) or 'none'}")
         for name, value in capabilities.limits:
             print(f"     {name}: {value:,}")
@@ -304,6 +321,36 @@ def _json(text: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError):  # a string without its quotes
         return text
+
+
+def _lint(options: argparse.Namespace) -> int:
+    files = _opened(options)
+    manifest = files.read_bytes(MANIFEST)
+    spec = loads(manifest, files.path / MANIFEST, files.read_bytes)
+    names = [path.name for path in files.path.iterdir()] if files.path.is_dir() else []
+    found = [*lint.findings(spec, names)]
+    for finding in found:
+        print(f"warning: {finding}")
+    calls = review.calls(spec, files)
+    missing = [variant.id for variant in spec.variants if variant.id not in calls]
+    for name in missing:
+        print(f"warning: variant {name}: no call was found that it takes: give it a test case")
+    failed, warnings = 0, dict[str, None]()
+    for variant, verdicts in itertools.groupby(review.review(calls), lambda each: each.variant):
+        statuses = []
+        for verdict in verdicts:
+            failed += verdict.status == "fails"
+            statuses.append(f"{verdict.device} {verdict.status}")
+            if verdict.detail and verdict.status == "fails":
+                print(f"error: variant {variant} on {verdict.device}: {verdict.detail}")
+            if verdict.warning:
+                warnings[verdict.warning] = None
+        print(f"{variant}: {', '.join(statuses)}", flush=True)
+    for warning in warnings:
+        print(f"warning: {warning}")
+    count = len(found) + len(missing) + len(warnings)
+    print(f"{files.path}: {len(spec.variants)} variants, {failed} errors, {count} warnings")
+    return 1 if failed else 0
 
 
 def _test(options: argparse.Namespace) -> int:

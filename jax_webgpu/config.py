@@ -7,6 +7,17 @@ Environment variables, read once:
   JAX_WEBGPU_ADAPTER      index, or part of the name in any case, of the adapter to use
   JAX_WEBGPU_REQUIRE_GPU  1: an adapter that is a CPU is an error
   JAX_WEBGPU_CALLBACK     pure or buffer: what `configure(callback=...)` starts from
+  JAX_WEBGPU_POOL_BYTES   how many bytes of idle device memory are kept for the next call
+  JAX_WEBGPU_TIMEOUT      how many seconds a call waits for the device before it raises
+  JAX_WEBGPU_FEATURES     the features to use where the adapter has them, separated by commas, of
+                          shader-f16, subgroups, timestamp-query and wgpu's own
+                          mappable-primary-buffers; or floor: none. Unset: all
+  JAX_WEBGPU_LIMITS       limits to hold the device to, by WebGPU's names and separated by commas,
+                          such as maxStorageBuffersPerShaderStage=8,maxBufferSize=268435456; floor
+                          stands for all of WebGPU's default limits, which no device falls below
+
+The last two answer whether a program runs on a smaller device than this one: the driver itself
+then refuses what such a device would refuse.
 """
 
 import functools
@@ -17,10 +28,12 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Final, Self
 
+from jax_webgpu.capabilities import FLOOR_LIMITS, worse
 from jax_webgpu.errors import CallError
 
 CALLBACKS = ("pure", "buffer")
 IMPLEMENTATIONS = ("webgpu", "reference")
+FEATURES = ("shader-f16", "subgroups", "timestamp-query", "mappable-primary-buffers")
 
 
 @dataclass(frozen=True)
@@ -53,6 +66,12 @@ class Environment:
     adapter: str | None
     require_gpu: bool
     callback: str | None
+    pool_bytes: int | None
+    timeout: float | None
+    features: frozenset[str] | None
+    """The only features to use; `floor` in the variable is an empty set here."""
+    limits: tuple[tuple[str, int], ...]
+    """Pairs of limit name and value, sorted by name; empty where the variable is not set."""
 
 
 @functools.cache
@@ -65,7 +84,60 @@ def environment() -> Environment:
         adapter=os.environ.get("JAX_WEBGPU_ADAPTER", "").strip() or None,
         require_gpu=os.environ.get("JAX_WEBGPU_REQUIRE_GPU", "").lower() in ("1", "true", "yes"),
         callback=callback,
+        pool_bytes=_number("JAX_WEBGPU_POOL_BYTES", int, "a whole number of bytes, 0 or more"),
+        timeout=_number("JAX_WEBGPU_TIMEOUT", float, "a number of seconds, 0 or more"),
+        features=_features(os.environ.get("JAX_WEBGPU_FEATURES", "")),
+        limits=_limits(os.environ.get("JAX_WEBGPU_LIMITS", "")),
     )
+
+
+def _number(variable: str, kind: Callable[[str], Any], expected: str) -> Any:
+    text = os.environ.get(variable, "").strip()
+    if not text:
+        return None
+    try:
+        value = kind(text)
+    except ValueError:
+        value = -1
+    if not value >= 0:  # nor is NaN
+        raise CallError(f"{variable} is {text!r}; expected {expected}")
+    return value
+
+
+def _features(text: str) -> frozenset[str] | None:
+    names = frozenset(_listed(text))
+    unknown = names - {*FEATURES, "floor"}
+    if unknown or (len(names) > 1 and "floor" in names):
+        raise CallError(
+            f"JAX_WEBGPU_FEATURES is {text!r}; expected floor, or names of {', '.join(FEATURES)}"
+        )
+    return names - {"floor"} if names else None
+
+
+def _limits(text: str) -> tuple[tuple[str, int], ...]:
+    found = dict[str, int]()
+    for each in _listed(text):
+        name, _, value = each.partition("=")
+        floor = FLOOR_LIMITS.get(name)
+        if each == "floor":
+            found |= FLOOR_LIMITS
+        elif floor is None or not value.isdecimal():
+            raise CallError(
+                f"JAX_WEBGPU_LIMITS has {each!r}; expected floor, or NAME=NUMBER with a name of "
+                f"{', '.join(FLOOR_LIMITS)}"
+            )
+        elif worse(name, int(value), floor) != floor:
+            raise CallError(
+                f"JAX_WEBGPU_LIMITS has {each!r}; every WebGPU device has {floor} or better"
+            )
+        else:
+            found[name] = int(value)
+    return tuple(sorted(found.items()))
+
+
+def _listed(text: str) -> list[str]:
+    """What is listed between commas."""
+    return [part.strip() for part in text.split(",") if part.strip()]
 
 
 class _Unset:

@@ -6,24 +6,25 @@ WebGPU's here. Nothing in this module waits for JAX, so its lock may be held ove
 
 import functools
 import os
+import re
 import threading
 import time
 import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, cycle, islice
 from itertools import count as numbers
 from typing import TYPE_CHECKING, Any
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import numpy as np
 
-from jax_webgpu import config
-from jax_webgpu.capabilities import FLOOR_LIMITS, Capabilities
-from jax_webgpu.errors import AdapterError, DeviceError, ShaderError
+from jax_webgpu import config, plan
+from jax_webgpu.capabilities import FLOOR_LIMITS, Capabilities, worse
+from jax_webgpu.errors import AdapterError, DeviceError, DeviceLostError, ShaderError
 from jax_webgpu.plan import Bound, PassPlan
-from jax_webgpu.program import Launch, Program
+from jax_webgpu.program import Launch, Program, alone
 
 if TYPE_CHECKING:
     import wgpu
@@ -32,13 +33,15 @@ if TYPE_CHECKING:
 _FEATURES = ("shader-f16", "subgroup", "timestamp-query")
 # A feature of wgpu's own: buffers that kernels bind may be mapped too.
 _MAPPABLE = "mappable-primary-buffers"
+# WebGPU's names, where wgpu has others.
+_WEBGPU_NAMES = {"subgroup": "subgroups"}
 
 # How many programs are kept, with their pipelines, uniforms and bind groups. A pipeline takes
 # 0.4 MB of lavapipe's memory, and WGSL may hold a call's sizes: then each shape has its own.
 MAX_PROGRAMS = 256
 # Of one program: other sets of buffers come in turn only where calls of other shapes are between.
 MAX_BIND_GROUPS = 4
-# Bytes of idle buffers that are kept for the next call.
+# Bytes of idle buffers that are kept for the next call, unless JAX_WEBGPU_POOL_BYTES says how many.
 MAX_IDLE_BYTES = 1 << 30
 # Where the host cannot see the device's memory arrays go through mapped pieces, of so many bytes
 # and so many in turn, so that one is filled while another is copied.
@@ -47,8 +50,13 @@ _PIECES = 4
 # Rows with gaps between them are first put together, so many bytes at a time: the cache holds them.
 _BLOCK_BYTES = 256 << 10
 
-# Each waits until the device has done what it was given, so more than a few mean that it is lost.
-_MAX_POLLS = 10_000
+# Seconds for which a call looks without a pause whether the device is done; then between two looks,
+# in proportion to what was waited already, so that a wait is about a twentieth too long at most.
+_NO_PAUSE = 200e-6
+_FIRST_PAUSE, _LONGEST_PAUSE = 20e-6, 1e-3
+_PAUSE_GROWTH = 0.05
+# Seconds that a call waits for the device, unless JAX_WEBGPU_TIMEOUT says how many.
+TIMEOUT = 600.0
 # Up to so many bytes `writeBuffer`, which copies twice, costs less than mapping does.
 _WRITE_BYTES = 64 << 10
 
@@ -91,12 +99,17 @@ def adapters() -> list[AdapterInfo]:
     return [_describe(index, adapter) for index, adapter in enumerate(_enumerate())]
 
 
+def is_forked() -> bool:
+    """Whether this process was forked from one that had used the GPU."""
+    return _pid is not None and _pid != os.getpid()
+
+
 def check_process() -> None:
     """Raises `DeviceError` in a forked child of a process that has used the GPU."""
-    if _pid is not None and _pid != os.getpid():
+    if is_forked():
         raise DeviceError(
-            "this process was forked from one that had used WebGPU already, and a GPU does not "
-            "survive a fork; start it with multiprocessing's 'spawn' method instead"
+            "this process was forked from one that had used WebGPU already, and neither a GPU nor "
+            "JAX's threads survive a fork; start it with multiprocessing's 'spawn' method instead"
         )
 
 
@@ -123,6 +136,19 @@ def get(place: int = 0) -> "Device":
         return device
 
 
+def on_device(run: Callable[["Device"], None], place: int = 0) -> None:
+    """Calls `run` with a device of this process; if that is lost, once more with a new one.
+
+    Raises:
+      DeviceLostError: the new one was lost too.
+      AdapterError, DeviceError: as `get` does.
+    """
+    try:
+        run(get(place))
+    except DeviceLostError:
+        run(get(place))
+
+
 def count() -> int:
     """How many adapters `get` counts round."""
     get()
@@ -135,9 +161,7 @@ def info() -> AdapterInfo:
 
 
 def clear_caches() -> None:
-    """Gives back the idle buffers, pipelines and uniforms of every device of this process.
-
-    The next call makes anew what it needs. `jax.clear_caches` is JAX's own, of jitted functions.
+    """Gives back what every device of this process keeps for the next call, and the plans.
 
     Raises:
       DeviceError: the process was forked from one that had used the GPU.
@@ -147,9 +171,12 @@ def clear_caches() -> None:
         made = [device for *_, device in _devices if device is not None]
     for device in made:
         device.clear()
+    plan.forget()
+    alone.cache_clear()
 
 
 _lock = threading.Lock()
+_kept: list[Any] = []  # until the process ends, since wgpu-native may yet come back to it
 _devices: "list[tuple[wgpu.GPUAdapter, AdapterInfo, Device | None]]" = []
 _pid: int | None = None
 
@@ -169,9 +196,24 @@ def _wgpu() -> Any:
 def _enumerate() -> "list[wgpu.GPUAdapter]":
     check_process()
     try:
-        return list(_wgpu().gpu.enumerate_adapters_sync())
+        wgpu, instance = _wgpu(), object()
+        # Where another thread uses wgpu first at the same time each may make an instance, and the
+        # one that stays must be that of the adapters.
+        while instance is not _instance():
+            instance = _instance()
+            found = wgpu.gpu.enumerate_adapters_sync()
+        return list(found)
     except (RuntimeError, OSError) as error:
         raise AdapterError(f"wgpu cannot list adapters: {error}\n{_REMEDIES}") from error
+
+
+def _instance() -> Any:
+    """What wgpu-native keeps its devices in; None where this wgpu does not show it."""
+    try:
+        from wgpu.backends.wgpu_native._helpers import get_wgpu_instance
+    except ImportError:
+        return None
+    return get_wgpu_instance()
 
 
 def _camel(dashed: str) -> str:
@@ -260,9 +302,32 @@ def _fleet(found: "Sequence[wgpu.GPUAdapter]") -> list[AdapterInfo]:
                 0,
             )
     if environment.adapter is not None or chosen.kind == "CPU":
-        return [chosen]
+        return [_held(chosen)]
     same = [info for info in infos if (info.kind, info.backend) == (chosen.kind, chosen.backend)]
-    return [chosen, *(info for info in same if info is not chosen)]
+    return [_held(info) for info in [chosen, *(info for info in same if info is not chosen)]]
+
+
+def _held(info: AdapterInfo) -> AdapterInfo:
+    """The adapter with no more features and limits than the environment leaves it."""
+    environment, own = config.environment(), info.capabilities
+    limits = dict(own.limits)
+    for name, value in environment.limits:
+        if value not in (FLOOR_LIMITS[name], worse(name, value, limits.get(name, value))):
+            raise AdapterError(
+                f"JAX_WEBGPU_LIMITS sets {name} to {value:,}, and {info} has {limits[name]:,}"
+            )
+    held = own.held_to(environment.features, dict(environment.limits))
+    return replace(info, capabilities=held)
+
+
+def _usable(adapter: "wgpu.GPUAdapter") -> list[str]:
+    """Features of the adapter that this module knows and the environment leaves it."""
+    left = config.environment().features
+    return [
+        name
+        for name in (*_FEATURES, _MAPPABLE)
+        if name in adapter.features and (left is None or _WEBGPU_NAMES.get(name, name) in left)
+    ]
 
 
 class _Recent(OrderedDict[Any, Any]):
@@ -301,6 +366,13 @@ class _Mapper:
     def wait(self, asked: Any) -> None:
         asked.sync_wait()
 
+    def forget(self, asked: Any) -> None:
+        """Nobody is going to wait for this one."""
+
+    def check(self) -> None:
+        """Raises wgpu's own error if the device is lost."""
+        self.device.create_command_encoder().finish()
+
     def write(self, buffer: "wgpu.GPUBuffer", data: np.ndarray, offset: int) -> None:
         # Rows with gaps go in blocks, which begin where WebGPU maps: at multiples of 8.
         blocks = data.ndim == 2 and data.shape[1] % 8 == 0
@@ -315,21 +387,33 @@ class _Mapper:
         buffer.unmap()
 
 
+_interrupted = threading.local()
+
+
 class _NativeMapper(_Mapper):
     """Mappings by wgpu-native's own functions, on the thread that waits.
 
     wgpu's promises hand over to a thread of its own and back, which for a call of few bytes takes
-    longer than all the rest.
+    longer than all the rest. And where a device is lost wgpu-native ends the process: in a wait for
+    that device, in a submission to it, and where it looks for the memory of a mapping. So there is
+    no such wait here, and `check` comes before the others.
     """
 
     def __init__(self, device: "wgpu.GPUDevice"):
         from wgpu.backends.wgpu_native import ffi, lib
+        from wgpu.backends.wgpu_native._api import libf
 
         super().__init__(device)
         self._ffi, self._lib = ffi, lib
+        self._raising = libf  # the same functions, whose errors are raised
+        self._instance = _instance()
+        if self._instance is None:
+            raise ImportError("this wgpu does not show its instance")
+        self._probe = device.create_buffer(size=4, usage=_wgpu().BufferUsage.COPY_DST)
+        self._nothing = ffi.new("char[1]")
         self._modes = {"READ": lib.WGPUMapMode_Read, "WRITE": lib.WGPUMapMode_Write}
         self._numbers = numbers(1)
-        self._answers: dict[int, str] = {}
+        self._answers: dict[int, str | None] = {}  # None: not yet there
 
         def answer(status: Any, message: Any, number: Any, _: Any) -> None:
             text = ""
@@ -337,10 +421,19 @@ class _NativeMapper(_Mapper):
                 text = f"no mapping ({status})"
                 if message.data != ffi.NULL and 0 < message.length < 4096:
                     text += f": {ffi.string(message.data, message.length).decode(errors='replace')}"
-            self._answers[int(ffi.cast("uintptr_t", number))] = text
+            asked = int(ffi.cast("uintptr_t", number))
+            if asked in self._answers:
+                self._answers[asked] = text
+
+        def interrupted(kind: Any, error: BaseException, trace: Any) -> None:
+            # By the handler of a signal: nothing that is raised in `answer` gets out of it.
+            _interrupted.by = error
+            given = trace.tb_frame.f_locals
+            answer(given["status"], given["message"], given["number"], None)
 
         signature = "void(WGPUMapAsyncStatus, WGPUStringView, void *, void *)"
-        self._answer = ffi.callback(signature, answer)  # kept, since wgpu-native does not
+        self._answer = ffi.callback(signature, answer, onerror=interrupted)
+        _kept.append(self._answer)  # buffers may be gone before wgpu-native calls it
         mode = lib.WGPUCallbackMode_AllowProcessEvents
         self._info = ffi.new(
             "WGPUBufferMapCallbackInfo *", {"mode": mode, "callback": self._answer}
@@ -348,6 +441,7 @@ class _NativeMapper(_Mapper):
 
     def ask(self, buffer: "wgpu.GPUBuffer", mode: str, size: int | None) -> Any:
         number = next(self._numbers)
+        self._answers[number] = None
         self._info.userdata1 = self._ffi.cast("void *", number)
         self._lib.wgpuBufferMapAsync(
             buffer._internal, self._modes[mode], 0, size or buffer.size, self._info[0]
@@ -355,17 +449,38 @@ class _NativeMapper(_Mapper):
         return number
 
     def wait(self, asked: Any) -> None:
-        for attempt in range(_MAX_POLLS):
-            if asked in self._answers:
-                break
-            self._lib.wgpuDevicePoll(self.device._internal, True, self._ffi.NULL)
-            if attempt >= 10:
-                # A thread of wgpu's own that polls may have taken the answer out, and wait for
-                # the GIL to hand it over.
-                time.sleep(0.001)
-        problem = self._answers.pop(asked, "no answer, the device is lost")
+        self.check()
+        start = time.perf_counter()
+        while self._answers[asked] is None and time.perf_counter() - start < _NO_PAUSE:
+            self._look()
+        limit = _timeout()
+        waited, pause = 0.0, _FIRST_PAUSE
+        while self._answers[asked] is None:
+            if waited > limit:
+                raise _TimeoutError(f"no answer in {limit:g} s (JAX_WEBGPU_TIMEOUT)")
+            time.sleep(pause)
+            waited += pause  # not by the clock, which runs on while the process is stopped
+            pause = min(max(pause, waited * _PAUSE_GROWTH), _LONGEST_PAUSE)
+            self.check()
+        problem = self._answers.pop(asked)
         if problem:
             raise RuntimeError(problem)
+
+    def forget(self, asked: Any) -> None:
+        self._answers.pop(asked, None)
+
+    def _look(self) -> None:
+        """Hands over the answers that have come, to whichever thread waits for them."""
+        self._lib.wgpuInstanceProcessEvents(self._instance)
+        if (error := getattr(_interrupted, "by", None)) is not None:
+            del _interrupted.by
+            raise error
+
+    def check(self) -> None:
+        self._look()  # a driver tells of a loss only when it is asked something
+        self._raising.wgpuQueueWriteBuffer(
+            self.device.queue._internal, self._probe._internal, 0, self._nothing, 0
+        )
 
     def write(self, buffer: "wgpu.GPUBuffer", data: np.ndarray, offset: int) -> None:
         view = self._view(buffer, offset, data.nbytes)
@@ -378,6 +493,7 @@ class _NativeMapper(_Mapper):
         self._lib.wgpuBufferUnmap(buffer._internal)
 
     def _view(self, buffer: "wgpu.GPUBuffer", offset: int, size: int) -> np.ndarray:
+        self.check()
         start = self._lib.wgpuBufferGetMappedRange(buffer._internal, offset, size)
         if start == self._ffi.NULL:
             raise RuntimeError("the mapping is gone")
@@ -419,19 +535,35 @@ class _Memory:
         self._wait()
         self._mapper.unmap(self.buffer)
 
+    def destroy(self) -> None:
+        """Gives the memory back, as soon as the device has done what it was given before."""
+        self._mapper.forget(self._asked)
+        self.buffer.destroy()
+
     def _wait(self) -> None:
         if self._asked is not None:
             asked, self._asked = self._asked, None
             self._mapper.wait(asked)
 
 
+class _TimeoutError(Exception):
+    """The device did not answer in time."""
+
+
+def _timeout() -> float:
+    given = config.environment().timeout
+    return TIMEOUT if given is None else given
+
+
 class _Pool:
-    """Memory for reuse, by usage and size class; holds at most `MAX_IDLE_BYTES`."""
+    """Memory for reuse, by usage and size class; idle, at most so many bytes."""
 
     def __init__(self, device: "wgpu.GPUDevice", largest: int):
         self.device = device
         self.mapper = _mapper(device)
         self.largest = largest
+        given = config.environment().pool_bytes
+        self.most = MAX_IDLE_BYTES if given is None else given
         self.idle: OrderedDict[int, _Memory] = OrderedDict()
         self.classes: dict[tuple[int, int], list[int]] = {}
         self.idle_bytes = 0
@@ -448,21 +580,28 @@ class _Pool:
             memory = self.idle.pop(free.pop())
             self.idle_bytes -= size
             return memory
-        buffer = self.device.create_buffer(
-            label="jax_webgpu", size=size, usage=usage, mapped_at_creation=mapped
-        )
-        return _Memory(buffer, usage, self.mapper)
+        return _Memory(self._create(size, usage, mapped), usage, self.mapper)
+
+    def _create(self, size: int, usage: int, mapped: bool) -> "wgpu.GPUBuffer":
+        wanted = {"label": "jax_webgpu", "size": size, "usage": usage, "mapped_at_creation": mapped}
+        try:
+            return self.device.create_buffer(**wanted)
+        except _wgpu().GPUOutOfMemoryError:
+            if not self.idle:
+                raise
+        self.clear()  # what is idle may be what is missing
+        return self.device.create_buffer(**wanted)
 
     def release(self, memory: _Memory) -> None:
         key = id(memory)
         self.idle[key] = memory
         self.classes.setdefault((memory.size, memory.usage), []).append(key)
         self.idle_bytes += memory.size
-        while self.idle_bytes > MAX_IDLE_BYTES:
+        while self.idle_bytes > self.most:
             oldest, victim = self.idle.popitem(last=False)
             self.classes[victim.size, victim.usage].remove(oldest)
             self.idle_bytes -= victim.size
-            victim.buffer.destroy()
+            victim.destroy()
 
     def rounded(self, size: int) -> int:
         """The size class: at most a quarter larger, so that similar shapes share memory."""
@@ -470,11 +609,10 @@ class _Pool:
         return max(size, min(-(-size // step) * step, self.largest // 4 * 4))
 
     def clear(self) -> None:
-        for memory in self.idle.values():
-            memory.buffer.destroy()
-        self.idle.clear()
-        self.classes.clear()
+        idle, self.idle, self.classes = self.idle, OrderedDict(), {}
         self.idle_bytes = 0
+        for memory in idle.values():
+            memory.destroy()
 
 
 @dataclass(frozen=True)
@@ -541,31 +679,36 @@ class Device:
       info: the adapter.
       capabilities: what plans are made for.
       counters: how often something was done or made, and how many bytes went in and out, by name.
+      linked: what else is kept for the device, by what it is kept for.
+      lost: it runs nothing any more, and `get` makes another.
     """
 
     def __init__(self, adapter: "wgpu.GPUAdapter", info: AdapterInfo):
         wgpu = _wgpu()
         # Where the device's memory is the host's, kernels bind what the host maps; else the host
         # maps pieces that the device copies.
-        self._unified = _MAPPABLE in adapter.features and info.kind in _UNIFIED
-        asked = (*_FEATURES, _MAPPABLE) if self._unified else _FEATURES
-        features = [name for name in asked if name in adapter.features]
+        usable = _usable(adapter)
+        self._unified = _MAPPABLE in usable and info.kind in _UNIFIED
         try:
             self._device = adapter.request_device_sync(
-                label="jax_webgpu", required_features=features
+                label="jax_webgpu",
+                required_features=[n for n in usable if n != _MAPPABLE or self._unified],
+                # The adapter's own, unless the environment holds them down.
+                required_limits=dict(info.capabilities.limits),
             )
+            self.capabilities = self._probed(info.capabilities)
+            self._pool = _Pool(self._device, self.capabilities.limit("maxBufferSize"))
         except (RuntimeError, wgpu.GPUError) as error:
             raise AdapterError(f"{info} gives no device: {error}") from error
         self.info = info
-        self.capabilities = self._probed(info.capabilities)
         self.counters: Counter[str] = Counter()
+        self.linked = WeakKeyDictionary[Any, Any]()
         self.lost = False
         self._lock = threading.Lock()
         self._programs = _Recent(MAX_PROGRAMS)
         # Programs share these, and keep them alive.
         self._pipelines = WeakValueDictionary[Any, _Pipeline]()
         self._uniforms = WeakValueDictionary[Any, Any]()
-        self._pool = _Pool(self._device, self.capabilities.limit("maxBufferSize"))
         usage = wgpu.BufferUsage
         self._inner = usage.STORAGE | usage.COPY_SRC | usage.COPY_DST
         bound = self._inner if self._unified else 0
@@ -584,23 +727,56 @@ class Device:
           outputs: one writable array for each of `program.outputs`, likewise; filled.
 
         Raises:
+          DeviceLostError: the device is lost; a new one could run the program.
           DeviceError: wgpu or the driver failed.
         """
         if not program.launches:
             return
-        wgpu = _wgpu()
         held: list[_Memory] = []
         with self._lock:
+            if self.lost:
+                raise DeviceLostError(f"{program.label} on {self.info.name}: the device is lost")
             try:
                 self._run(program, inputs, outputs, held)
-            except (wgpu.GPUError, RuntimeError) as error:
-                if isinstance(error, DeviceError):
+            except Exception as error:
+                told = self._told(error, f"{program.label} on {self.info.name}")
+                if told is error:
                     raise
-                self.lost |= "lost" in str(error).lower()
-                raise DeviceError(f"{program.label} on {self.info.name}: {error}") from error
+                raise told from error
+            except BaseException:  # of a signal, which may come in the middle of anything
+                self._clear()
+                raise
             finally:
                 for memory in held:  # not empty only after an error, when the GPU may use it
-                    memory.buffer.destroy()
+                    memory.destroy()
+
+    def _told(self, error: Exception, where: str) -> Exception:
+        """An error as the caller is to see it."""
+        wgpu = _wgpu()
+        if isinstance(error, _TimeoutError):
+            self._abandon()  # it may answer yet, and write to what is used otherwise by then
+            return DeviceError(f"{where}: {error}")
+        try:
+            self._pool.mapper.check()
+        except (wgpu.GPUError, RuntimeError):
+            self._abandon()
+            return DeviceLostError(f"{where}: {error}")
+        if isinstance(error, wgpu.GPUError | RuntimeError) and not isinstance(error, DeviceError):
+            return DeviceError(f"{where}: {error}")
+        return error
+
+    def _abandon(self) -> None:
+        """Gives the device up.
+
+        Its memory goes back, but it is kept: wgpu-native ends the process when it drops a lost
+        device, and waits for one that does not answer.
+        """
+        self.lost = True
+        self._clear()
+        wgpu_device = self._device
+        wgpu_device.destroy()
+        wgpu_device.queue._internal = wgpu_device._internal = None
+        _kept.append(wgpu_device)
 
     def _run(
         self,
@@ -652,6 +828,7 @@ class Device:
         return [self._take(size, usage, held) for size, usage in sized]
 
     def _submit(self, encoder: "wgpu.GPUCommandEncoder") -> None:
+        self._pool.mapper.check()
         self._device.queue.submit([encoder.finish()])
         self.counters["submissions"] += 1
 
@@ -861,7 +1038,17 @@ class Device:
                 return times[1:]
             finally:
                 for memory in held:
-                    memory.buffer.destroy()
+                    memory.destroy()
+
+    def compile(self, passes: Sequence[PassPlan]) -> None:
+        """Makes the pipelines of a plan's passes, and runs nothing.
+
+        Raises:
+          ShaderError: wgpu refuses a shader.
+        """
+        with self._lock:
+            for each in passes:
+                self._pipeline(each)
 
     def _pipeline(self, each: PassPlan) -> _Pipeline:
         kinds = tuple(bound.buffer for bound in each.bindings)
@@ -890,8 +1077,8 @@ class Device:
             )
         except (wgpu.GPUError, RuntimeError) as error:
             raise ShaderError(
-                f"{each.label}: wgpu {wgpu.__version__} refuses the shader: {error}\n"
-                f"{_numbered(each.wgsl)}"
+                f"{each.label}: wgpu {wgpu.__version__} refuses the shader{_origin(each, error)}: "
+                f"{error}\n{_numbered(each.wgsl)}"
             ) from error
         self.counters["pipelines"] += 1
         made = self._pipelines[key] = _Pipeline(pipeline, layout)
@@ -931,8 +1118,12 @@ class Device:
     def clear(self) -> None:
         """Gives back the memory of every cache."""
         with self._lock:
-            self._pool.clear()
-            self._programs.clear()
+            self._clear()
+
+    def _clear(self) -> None:
+        self._pool.clear()
+        self._programs.clear()
+        self.linked.clear()
 
 
 def _aligned(size: int, to: int) -> int:
@@ -1003,6 +1194,13 @@ def _packed(batch: Sequence[_Copy]) -> list[int]:
     """Offsets at which the copies of a batch lie behind each other."""
     ends = accumulate((_aligned(copy.data.nbytes, 8) for copy in batch), initial=0)
     return list(ends)[:-1]
+
+
+def _origin(dispatch: PassPlan, error: Exception) -> str:
+    """The template that WGSL was rendered from, and the line of it that an error is about."""
+    line = re.search(r"\bwgsl:(\d+):\d+", str(error))
+    place = f" (rendered line {line[1]})" if line else ""
+    return f" made of {dispatch.template}{place}" if dispatch.template else ""
 
 
 def _numbered(wgsl: str) -> str:

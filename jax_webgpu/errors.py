@@ -21,6 +21,10 @@ class DeviceError(JaxWebGPUError, RuntimeError):
     """The adapter, its driver or its limits stand in the way of a call that is right in itself."""
 
 
+class DeviceLostError(DeviceError):
+    """The device was lost, and a new one that was made in its place was lost too."""
+
+
 class AdapterError(DeviceError):
     """There is no usable WebGPU adapter, or not the one that was asked for."""
 

@@ -30,6 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from jax_webgpu import files
 from jax_webgpu.errors import SpecError
 
 METADATA = "metadata.json"
@@ -196,18 +197,8 @@ def _base64(digest: bytes) -> str:
 def _contents(folder: Path, name: str, limit: int, *, links: bool) -> bytes | None:
     """The bytes of a file, None where there is none."""
     try:
-        # Resolved once and then opened as such: the folder's own files may be links to each other.
-        path = (folder / name).resolve()
-        if not links and not path.is_relative_to(folder.resolve()):
-            raise SpecError(f"{folder}: {name} is a link out of the folder")
-        if not path.exists():
-            return None
-        if not path.is_file():  # a pipe would never end
-            raise SpecError(f"{folder}: {name} is not a regular file")
-        with path.open("rb") as stream:
-            data = stream.read(limit + 1)
-    except (OSError, RuntimeError) as error:  # the latter for a circle of links
+        return files.read(folder, name, limit, links=links)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
         raise SpecError(f"{folder}: cannot read {name}: {error}") from None
-    if len(data) > limit:
-        raise SpecError(f"{folder}: {name} has more than the {limit:,} bytes that are left for it")
-    return data

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive, jaxpr_as_fun
-from jax.interpreters import ad, batching, xla
+from jax.interpreters import ad, batching
 
 from jax_webgpu import generate, primitive
 from jax_webgpu.errors import DTypeError
@@ -525,7 +525,7 @@ class _Builder:
 
 _group = Primitive("webgpu_group")
 _group.multiple_results = True
-_group.def_impl(functools.partial(xla.apply_primitive, _group))
+primitive.evaluate(_group)
 
 
 def _abstract_eval(*avals: Any, jaxpr: Any, call: Call) -> list[Any]:

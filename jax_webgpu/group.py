@@ -6,15 +6,14 @@ Like `runtime`, which runs one call, nothing here may touch JAX.
 import functools
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
-from weakref import WeakKeyDictionary
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from jax_webgpu import device, generate, program, runtime
 from jax_webgpu.capabilities import Capabilities
-from jax_webgpu.errors import CallError, LimitError
+from jax_webgpu.errors import LimitError
 from jax_webgpu.generate import Constant, Step
 from jax_webgpu.plan import Buffer, Plan
 from jax_webgpu.program import Call, Program
@@ -99,12 +98,9 @@ class Linked:
 
 @dataclass(frozen=True, eq=False)
 class Runner:
-    """A group, to be run again and again; what a device runs for it is kept."""
+    """A group, to be run again and again; what a device runs for it is kept there."""
 
     group: Group
-    _linked: MutableMapping[device.Device, Linked | None] = field(
-        default_factory=WeakKeyDictionary, repr=False
-    )
 
     def __call__(self, outputs: Arrays, inputs: Arrays) -> None:
         """Runs the group on a device of this process, waits for it, and fills the outputs.
@@ -120,14 +116,17 @@ class Runner:
                 shown = [_shown(group, arrays, number) for number in step.operands]
                 step.operator.check(step.static, shown)
         place = 0 if group.place is None else int(inputs[group.place])
-        gpu = device.get(place)
-        if gpu not in self._linked:
-            self._linked[gpu] = link(group, gpu.capabilities)
-        linked = self._linked[gpu]
-        if linked is None:
-            _run_apart(group, arrays, outputs, place)
-        else:
-            _run(group, linked, gpu, arrays, outputs)
+
+        def run(gpu: device.Device) -> None:
+            if (kept := gpu.linked.get(self)) is None:
+                kept = gpu.linked[self] = (link(group, gpu.capabilities),)
+            (linked,) = kept
+            if linked is None:
+                _run_apart(group, arrays, outputs, place)
+            else:
+                _run(group, linked, gpu, arrays, outputs)
+
+        device.on_device(run, place)
 
 
 def _run(
@@ -280,8 +279,7 @@ def _planned(
         plan = step.operator.plan(step.resolved, capabilities)
     except LimitError:
         return None
-    if plan.unwritten:
-        raise CallError(f"{plan.label}: no pass writes {', '.join(plan.unwritten)}")
+    plan.check_written()
     ports = [*zip(step.results, plan.outputs, strict=True)]
     ports += [
         (number, port)

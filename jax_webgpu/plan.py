@@ -6,16 +6,13 @@ the device it is made for. A plan can be printed and tested on a machine without
 
 import functools
 import math
-import struct
-from collections import ChainMap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import count, islice
 from typing import Any, TypeVar
 
-from jax_webgpu import dtypes, variants, wgsl
+from jax_webgpu import dtypes, uniforms, variants, wgsl
 from jax_webgpu.capabilities import Capabilities
+from jax_webgpu.document import Value
 from jax_webgpu.errors import CallError, DeviceError, ExpressionError, LimitError
 from jax_webgpu.expressions import EVERY
 from jax_webgpu.helpers import ceil_div
@@ -27,16 +24,20 @@ from jax_webgpu.spec import (
     Repeat,
     StructField,
     evaluate,
+    reads,
     sizes,
     whole,
 )
 from jax_webgpu.templates import Template
-from jax_webgpu.values import UNDEFINED, is_number, is_sequence, show
+from jax_webgpu.values import METER, UNDEFINED, counted, is_sequence, need_unicode, show
 
 # More passes than this are a mistake of a repeat count, and so are more turns, with passes that
 # have no work, or with none.
 MAX_PASSES = 4096
 MAX_TURNS = 16384
+
+# The largest buffers that the intermediates of a call may take together.
+MAX_BUFFERS = 16
 
 T = TypeVar("T")
 
@@ -74,8 +75,8 @@ class Bound:
     size: int
     """Bytes that are bound, never 0: an empty array is bound as one element."""
     data: bytes = b""
-    fields: tuple[tuple[str, str, Any], ...] = ()
-    """Name, WGSL type and value of each member of a struct, padding included."""
+    fields: tuple[uniforms.Field, ...] = ()
+    """The members of a struct, padding included."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,11 @@ class Plan:
             if math.prod(tensor.shape) and name not in bound
         )
 
+    def check_written(self) -> None:
+        """Raises `CallError` where some output would be what its memory happens to hold."""
+        if self.unwritten:
+            raise CallError(f"{self.label}: no pass writes {', '.join(self.unwritten)}")
+
     def describe(self, *, wgsl: bool = True) -> str:
         """The plan as text for a person."""
         return "\n".join(_describe(self, wgsl))
@@ -140,12 +146,18 @@ def make(resolved: Resolved, capabilities: Capabilities) -> Plan:
 @functools.lru_cache(maxsize=1024)
 def _made(resolved: Resolved, capabilities: Capabilities) -> Plan | CallError | DeviceError:
     try:
-        return _plan(resolved, capabilities)
+        return anew(resolved, capabilities)
     except (CallError, DeviceError) as error:
         return error.with_traceback(None)
 
 
-def _plan(resolved: Resolved, capabilities: Capabilities) -> Plan:
+def forget() -> None:
+    """Gives back the memory of the plans that were made."""
+    _made.cache_clear()
+
+
+def anew(resolved: Resolved, capabilities: Capabilities, *, strict: bool = False) -> Plan:
+    """As `make`, but nothing is kept; `strict` as in `Template.render`."""
     selection = variants.select(resolved, capabilities)
     variant, spec = selection.variant, resolved.spec
     names = dict(selection.scope)
@@ -172,9 +184,9 @@ def _plan(resolved: Resolved, capabilities: Capabilities) -> Plan:
         for each in scratch:
             what = f"{where}: the intermediate {each.name} in bytes:"
             _check(capabilities, what, each.size, "maxBufferSize")
-        planner = _Planner(
-            resolved, capabilities, where, names, arrays | {each.name: each for each in scratch}
-        )
+        _check_total(capabilities, where, sum(each.size for each in scratch))
+        arrays |= {each.name: each for each in scratch}
+        planner = _Planner(resolved, capabilities, where, names, arrays, strict)
         passes: tuple[PassPlan, ...] = ()
         if any(math.prod(tensor.shape) for _, tensor in resolved.outputs):
             passes = tuple(planner.passes(variant.passes))
@@ -191,7 +203,7 @@ def _plan(resolved: Resolved, capabilities: Capabilities) -> Plan:
     )
 
 
-def declarations(bindings: tuple[Bound, ...]) -> str:
+def declarations(bindings: Sequence[Bound]) -> str:
     """The WGSL of a pass's resources: the structs, then a variable a line."""
     structs = {}
     for bound in bindings:
@@ -217,7 +229,7 @@ def declarations(bindings: tuple[Bound, ...]) -> str:
 
 def render(
     template: Template,
-    bindings: tuple[Bound, ...],
+    bindings: Sequence[Bound],
     names: Mapping[str, Any],
     capabilities: Capabilities,
     *,
@@ -226,7 +238,7 @@ def render(
     """The WGSL of a pass; `names` is its whole scope, `strict` as in `Template.render`."""
     declared = {"resourceDeclarations": declarations(bindings)}
     env = {"wgsl": declared, "device": capabilities.as_scope()}
-    text = template.render({**names, "env": env}, strict=strict)
+    text = need_unicode(template.render({**names, "env": env}, strict=strict))
     return "enable f16;\n" + text if wgsl.lacks_f16(wgsl.code(text)) else text
 
 
@@ -240,8 +252,10 @@ class _Planner:
         where: str,
         names: dict[str, Any],
         arrays: dict[str, Buffer],
+        strict: bool,
     ):
         self.resolved = resolved
+        self.strict = strict
         self.capabilities = capabilities
         self.where = where
         self.names = names
@@ -289,8 +303,7 @@ class _Planner:
                 yield from self._unrolled(entry.passes, inside)
 
     def bind(self, binding: Binding, names: Mapping[str, Any]) -> Bound:
-        if binding.struct is not None:
-            return self._bind_struct(binding, binding.struct, names)
+        """A binding of an array."""
         if binding.source not in self.arrays:
             raise ExpressionError(
                 f"the binding {binding.name} needs {binding.source}, which is absent"
@@ -303,8 +316,8 @@ class _Planner:
             raise ExpressionError(f"the binding {binding.name}: {error}") from None
         if array.size // least > _U32:
             raise LimitError(
-                f"{array.name} has {array.size // least:,} elements of {element}; WGSL counts them "
-                f"in u32, up to {_U32:,}"
+                f"{array.name} has {counted(array.size // least)} elements of {element}; WGSL "
+                f"counts them in u32, up to {_U32:,}"
             )
         read_only = binding.source in spec.inputs and binding.source not in spec.outputs
         type_ = f"array<{element}>"
@@ -335,20 +348,6 @@ class _Planner:
             raise ExpressionError(f"the element type {wanted} of {binding.name} is {show(value)}")
         return value
 
-    def _bind_struct(
-        self, binding: Binding, struct: tuple[StructField, ...], names: Mapping[str, Any]
-    ) -> Bound:
-        fields = [_field(each, names, self.args) for each in struct]
-        taken = {name for name, _, _ in fields}
-        spare = (name for index in count() if (name := f"_pad{index}") not in taken)
-        padding = -len(fields) % 4 if fields else 4
-        fields += [(name, "u32", 0) for name in islice(spare, padding)]
-        data = b"".join(_packed(*each) for each in fields)
-        kind = binding.buffer or "uniform"
-        return Bound(
-            binding.name, kind, binding.struct_name or "", "", len(data), data, tuple(fields)
-        )
-
 
 class _Step:
     """A pass of the manifest, and what its dispatches share.
@@ -362,57 +361,83 @@ class _Step:
         self.step = step
         self.label = f"{planner.where}.{step.id}"
         self.template = planner.resolved.spec.templates[step.shader]
-        self.names = dict(planner.names)
-        self.derived = [name for name, _ in step.derive]
-        # All that may have another value in another turn.
-        self.changing = frozenset([*loops, *self.derived])
-        self.watched = dict[Any, tuple[str, ...]]()
-        self.made = dict[tuple[Any, ...], Any]()
+        self.changing = {*loops}
+        """The names that may have another value in another turn."""
+        names = [name for name, _ in step.derive]
+        # Whether each derived value has a name of its own, which those before it do not read.
+        self.plain = planner.names.keys().isdisjoint([*names, *loops]) and not any(
+            reads(value) & {*names[at:]} for at, (_, value) in enumerate(step.derive)
+        )
+        self.derived = [each for each in step.derive if self._differs(*each) or not self.plain]
+        """What is derived in every turn, the rest only once."""
+        self.names = extend(planner.names, [e for e in step.derive if e not in self.derived])
+        self.watched = dict[object, tuple[str, ...]]()
+        self.made = dict[object, Any]()
+        self.structs = dict[str, uniforms.Struct]()
+        self.bound = dict[str, Bound]()
+        self.rebound = list(step.bindings)
+        """The bindings that may be another than in the last turn."""
+        self.types: tuple[str, ...] = ()
+        self.retyped = True
+        """Whether the types of the bindings may be others than in the last turn."""
+
+    def _differs(self, name: str, value: Value) -> bool:
+        """Whether a derived value may be another in another turn; notes it if so."""
+        differs = self.changes(reads(value))
+        if differs or not self.plain:
+            self.changing.add(name)
+        return differs
+
+    def changes(self, names: frozenset[str]) -> bool:
+        """Whether what reads these names may differ from turn to turn."""
+        return bool(self.changing) and not (self.changing.isdisjoint(names) and EVERY not in names)
 
     def plan(self, loops: Mapping[str, Any]) -> PassPlan | None:
         """The dispatch in one turn of the groups around it; None if there is nothing to do."""
-        self._enter(loops)
         step = self.step
+        self._enter(loops)
         workgroups = self._once("", step.dispatch.reads, self._workgroups)
         if 0 in workgroups or step.is_view:
             return None
-        bindings = tuple(
-            self._once(each.name, each.reads, partial(self._bind, each)) for each in step.bindings
-        )
-        types = tuple(bound.type for bound in bindings)
-        code = self._once(types, self.template.reads, partial(self._render, bindings))
+        for each in self.rebound:
+            self.bound[each.name] = self._once(each.name, each.reads, self._bind, each)
+        bindings = tuple(self.bound.values())
+        if self.retyped:
+            self.types = tuple([bound.type for bound in bindings])
+            self.rebound = [each for each in self.rebound if self.watched[each.name]]
+            self.retyped = any(each.struct is None for each in self.rebound)
+        code = self._once(self.types, self.template.reads, self._render, bindings)
         parts = (workgroups, id(code), *map(id, bindings))  # `made` keeps what they name
-        if parts not in self.made:
-            self.made[parts] = PassPlan(
+        found = self.made.get(parts)
+        if found is None:
+            found = self.made[parts] = PassPlan(
                 self.label, code, bindings, workgroups, step.view_alias, self.template.name
             )
-        return self.made[parts]
+        return found
 
     def _enter(self, loops: Mapping[str, Any]) -> None:
-        """Makes the scope that of a turn: what the last one derived is gone before it derives."""
-        names, outside = self.names, ChainMap({**loops}, self.planner.names)
-        names.update(loops)
-        if self.derived:
-            for name in self.derived:
-                names.pop(name, None)
-                if name in outside:
-                    names[name] = outside[name]
-            names["derive"] = dict(outside["derive"])
-            derive(names, self.step.derive)
+        """Makes the scope that of a turn: the last turn's, if nothing of that can show."""
+        if not self.plain:
+            self.names = extend(self.planner.names, ())
+        self.names.update(loops)
+        derive(self.names, self.derived)
 
-    def _once(self, what: object, reads: frozenset[str], make: Callable[[], T]) -> T:
+    def _once(self, what: object, reads: frozenset[str], make: Callable[..., T], *given: Any) -> T:
         """What `make` gives, or gave before with the same values in all that it reads.
 
         `what` tells apart what is made: the dispatch, a binding by its name, WGSL by its types.
         """
         watched = self.watched.get(what)
         if watched is None:
-            changing = self.changing if EVERY in reads else self.changing & reads
-            watched = self.watched[what] = tuple(changing)
-        key = (what, *[_frozen(self.names.get(name)) for name in watched])
+            every = self.changing if EVERY in reads else self.changing & reads
+            watched = self.watched[what] = tuple(every)
+        key = what
+        if watched:
+            names = self.names
+            key = (what, *[_frozen(names.get(name)) for name in watched])
         found = self.made.get(key)
         if found is None:
-            found = self.made[key] = make()
+            found = self.made[key] = make(*given)
         return found
 
     def _workgroups(self) -> tuple[int, int, int]:
@@ -422,14 +447,35 @@ class _Step:
         return workgroups
 
     def _bind(self, binding: Binding) -> Bound:
-        bound = self.planner.bind(binding, self.names)
+        if binding.struct is not None:
+            bound = self._bind_struct(binding, binding.struct)
+        else:
+            bound = self.planner.bind(binding, self.names)
         kind = "Uniform" if bound.buffer == "uniform" else "Storage"
         what = f"the binding {bound.name} in bytes:"
         self._check(what, bound.size, f"max{kind}BufferBindingSize", "maxBufferSize")
         return bound
 
+    def _bind_struct(self, binding: Binding, declared: tuple[StructField, ...]) -> Bound:
+        """A struct; of its fields only those that may differ are evaluated again."""
+        self.names[METER].spend(len(declared))
+        known = self.structs.get(binding.name)
+        if known is None:
+            known = self.structs[binding.name] = uniforms.Struct(
+                declared,
+                lambda each: self.changes(reads(each.value)),
+                self.names,
+                self.planner.args,
+            )
+        fields, data = known.filled(self.names)
+        kind, type_ = binding.buffer or "uniform", binding.struct_name or ""
+        return Bound(binding.name, kind, type_, "", len(data), data, fields)
+
     def _render(self, bindings: tuple[Bound, ...]) -> str:
-        text = render(self.template, bindings, self.names, self.planner.capabilities)
+        planner = self.planner
+        text = render(
+            self.template, bindings, self.names, planner.capabilities, strict=planner.strict
+        )
         declared = wgsl.workgroup_size(wgsl.code(text))
         for axis, size in zip("XYZ", declared, strict=False):
             self._check("workgroup size", size, f"maxComputeWorkgroupSize{axis}")
@@ -443,6 +489,9 @@ class _Step:
 
 def _frozen(value: Any, depth: int = 0) -> Any:
     """A value as something that is equal to another one's only if no template could tell."""
+    kind = value.__class__
+    if kind is int or kind is str:
+        return kind, value
     is_list = is_sequence(value)
     if not is_list and not isinstance(value, Mapping):
         return value.__class__, value
@@ -466,11 +515,22 @@ class _Identity:
         return id(self.value)
 
 
+def _check_total(capabilities: Capabilities, where: str, need: int) -> None:
+    """WebGPU has no limit for this; but a device has no more memory than a few largest buffers."""
+    most = MAX_BUFFERS * capabilities.limit("maxBufferSize")
+    if need > most:
+        raise LimitError(
+            f"{where}: the intermediates in bytes: {counted(need)}; {MAX_BUFFERS} times the "
+            f"maxBufferSize of {capabilities.name} is {most:,}"
+        )
+
+
 def _check(capabilities: Capabilities, what: str, need: int, *limits: str) -> None:
     for limit in limits:
         if need > capabilities.limit(limit):
             raise LimitError(
-                f"{what} {need:,}; {limit} of {capabilities.name} is {capabilities.limit(limit):,}"
+                f"{what} {counted(need)}; {limit} of {capabilities.name} is "
+                f"{capabilities.limit(limit):,}"
             )
 
 
@@ -493,43 +553,6 @@ def _whole(value: Any, what: str, least: int = 0) -> int:
     if result is None or result < least:
         raise ExpressionError(f"{what} comes out as {show(value)}")
     return result
-
-
-def _field(
-    field: StructField, names: Mapping[str, Any], args: Mapping[str, Any]
-) -> tuple[str, str, Any]:
-    value: Any = UNDEFINED
-    if field.value is not None:
-        value = evaluate(field.value, names)
-    elif field.name in args:
-        value = args[field.name]
-    if value is UNDEFINED:
-        value = field.default
-    if value is UNDEFINED and not field.required:
-        value = 0
-    if isinstance(value, bool):
-        value = int(value)
-    if not is_number(value):
-        raise ExpressionError(f"the field {field.name} comes out as {show(value)}")
-    if field.type == "f32":
-        if math.isnan(value):
-            raise ExpressionError(f"the field {field.name} comes out as NaN")
-        return field.name, field.type, float(value)
-    low, high = (0, 2**32 - 1) if field.type == "u32" else (-(2**31), 2**31 - 1)
-    exact = whole(value)
-    if exact is None or not low <= exact <= high:
-        raise ExpressionError(
-            f"the field {field.name} comes out as {show(value)}; expected a whole number "
-            f"from {low} to {high} ({field.type})"
-        )
-    return field.name, field.type, exact
-
-
-def _packed(name: str, type_: str, value: Any) -> bytes:
-    try:
-        return struct.pack({"u32": "<I", "i32": "<i", "f32": "<f"}[type_], value)
-    except OverflowError:
-        raise ExpressionError(f"the field {name} comes out as {value}, beyond f32") from None
 
 
 def _describe(plan: Plan, wgsl: bool) -> Iterator[str]:

@@ -7,6 +7,8 @@ import atexit
 import contextlib
 import functools
 import os
+import threading
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -30,6 +32,10 @@ except ImportError:  # a JAX without it crosses by `jax.pure_callback` everywher
     buffer_callback = None  # type: ignore[assignment]
 
 config.on_change(jax.clear_caches)
+
+
+class DeadlockWarning(UserWarning):
+    """A call crosses to the host by a way that can wait for ever."""
 
 
 @config.check_with
@@ -153,8 +159,7 @@ class Registered:
         specs = tuple(_spec(operand) for operand in operands)
         shapes = [operand.shape for operand in operands]
         call, wanted, out = self.rules.partition(call, shapes, specs, mesh.shape)
-        results: list[Any] = _per_shard(self, call, mesh, tuple(wanted), out)(*operands)
-        return results
+        return interruptible(_per_shard(self, call, mesh, tuple(wanted), out))(*operands)
 
     def apply(self, call: Call, *operands: Any) -> list[Any]:
         """Binds the primitive for a call that is known already, as a rule does.
@@ -184,7 +189,7 @@ def register(rules: Rules) -> Registered:
     primitive = Primitive(rules.operator.name)
     primitive.multiple_results = True
     registered = _registered[primitive] = Registered(rules, primitive)
-    primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
+    evaluate(primitive)
     primitive.def_abstract_eval(functools.partial(_abstract_eval, registered))
     lower(primitive, functools.partial(_cross, registered))
     batching.primitive_batchers[primitive] = functools.partial(_batch, rules)
@@ -295,6 +300,12 @@ def _abstract_eval(registered: Registered, *avals: Any, call: Call) -> list[Any]
     ]
 
 
+def evaluate(primitive: Primitive) -> None:
+    """Lets a primitive be evaluated outside of `jax.jit`."""
+    apply: Callable[..., Any] = functools.partial(xla.apply_primitive, primitive)
+    primitive.def_impl(interruptible(apply))
+
+
 def lower(primitive: Primitive, crossing: Callable[..., Sequence[Any]]) -> None:
     """Lowers a primitive to what `crossing`, told whether the platform is the CPU, traces to."""
     for platform in (None, "cpu"):
@@ -340,7 +351,7 @@ def _plan_early(operator: Operator, resolved: Resolved) -> None:
     What is the device's, or that there is none, is told when the call runs.
     """
     with contextlib.suppress(DeviceError):
-        operator.plan(resolved, device.get().capabilities)
+        operator.plan(resolved, device.get().capabilities).check_written()
 
 
 def cross(
@@ -360,7 +371,7 @@ def cross(
         )
     if on_cpu and wanted != "pure" and buffer_callback is not None:
         in_place = functools.partial(_buffer_host, host)
-        _install_fence()
+        _install_fence(os.getpid())
         crossed: Sequence[Any] = buffer_callback(in_place, results)(*operands)
         return crossed
     _require_cpu_backend()
@@ -370,7 +381,9 @@ def cross(
             f"{', '.join(call.loose_axes)}, automatic: make all axes manual, or use "
             "callback='buffer' on the CPU platform"
         )
-    _install_fence()
+    if on_cpu:
+        _warn_of_deadlock()
+    _install_fence(os.getpid())
     in_copies = functools.partial(_pure_host, host, results)
     crossed = jax.pure_callback(in_copies, results, *operands)
     return crossed
@@ -390,15 +403,62 @@ def _host(
 
 
 def _buffer_host(host: Host, context: Any, outputs: Sequence[Any], *arrays: Any) -> None:
-    host([np.asarray(output) for output in outputs], [np.asarray(array) for array in arrays])
+    with _noting_signals:
+        host([np.asarray(output) for output in outputs], [np.asarray(array) for array in arrays])
 
 
 def _pure_host(
     host: Host, results: Sequence[jax.ShapeDtypeStruct], *arrays: Any
 ) -> list[np.ndarray]:
-    outputs = [np.empty(result.shape, result.dtype) for result in results]
-    host(outputs, [np.asarray(array) for array in arrays])
-    return outputs
+    with _noting_signals:
+        outputs = [np.empty(result.shape, result.dtype) for result in results]
+        host(outputs, [np.asarray(array) for array in arrays])
+        return outputs
+
+
+class _Signals(threading.local):
+    """What a signal's handler raised in a host function on this thread: KeyboardInterrupt, mostly.
+
+    JAX makes a `JaxRuntimeError` of it, as of whatever a callback raises.
+    """
+
+    wanted = False
+    raised: BaseException | None = None
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if self.wanted and error is not None and not isinstance(error, Exception):
+            self.raised = error
+
+
+_noting_signals = _Signals()
+
+
+def interruptible(f: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes a call that runs at once raise what a signal raised in its host function.
+
+    A small call runs on the thread that makes it. One that is jitted is out of reach here.
+    """
+
+    @functools.wraps(f)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        signals = _noting_signals
+        signals.wanted, signals.raised = True, None
+        try:
+            return f(*args, **kwargs)
+        except Exception as error:
+            # What JAX itself does before and after the host function can be interrupted too.
+            if str(error).rstrip().endswith("\nKeyboardInterrupt:"):
+                raise KeyboardInterrupt from None
+            raise
+        finally:
+            signals.wanted, raised, signals.raised = False, signals.raised, None
+            if raised is not None:
+                raise raised  # in place of JAX's error, or of results that hold it
+
+    return call
 
 
 def _require_cpu_backend() -> None:
@@ -412,9 +472,37 @@ def _require_cpu_backend() -> None:
         ) from error
 
 
+# With so many threads XLA's pool was never seen to be filled by callbacks that wait.
+_MANY_THREADS = 16
+
+
 @functools.cache
-def _install_fence() -> None:
-    atexit.register(_fence, os.getpid())
+def _warn_of_deadlock() -> None:
+    given = os.environ.get("NPROC", "")  # which XLA reads
+    if (int(given) if given.isdecimal() else _cores()) >= _MANY_THREADS:
+        return
+    # While JAX lowers no line of the user's may be on the stack.
+    warnings.warn_explicit(
+        "jax.pure_callback can wait for ever on JAX's CPU platform, where an argument is still "
+        f"being computed: callback=None cannot, nor can NPROC={_MANY_THREADS}, set in the "
+        "environment before JAX starts; see docs/crossings.md",
+        DeadlockWarning,
+        "jax_webgpu",
+        0,
+    )
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+@functools.cache
+def _install_fence(pid: int) -> None:
+    atexit.register(_fence, pid)
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=_after_fork)
 
 
 def _fence(pid: int) -> None:
@@ -428,6 +516,23 @@ def _fence(pid: int) -> None:
         return
     devices = {*jax.local_devices(), *jax.local_devices(backend="cpu")}
     jax.block_until_ready([jax.device_put(0, each) + 1 for each in devices])
+
+
+def _after_fork() -> None:
+    """Makes JAX raise in a forked child of a process that used the GPU, where it could only hang.
+
+    What was compiled before may wait there, before it comes to us, for threads that a fork does not
+    copy, and a compiler does so always. So all is traced anew, since a setting that means nothing
+    here but is part of what JAX compiles for is changed; and what comes to be compiled is refused.
+    To clear JAX's caches instead takes long, and locks that the parent's threads may have held.
+    """
+    if device.is_forked():
+        jax.config.update("jax_xla_profile_version", os.getpid())
+        jax.monitoring.register_event_duration_secs_listener(_refuse)
+
+
+def _refuse(event: str, duration_secs: float, **about: Any) -> None:
+    device.check_process()
 
 
 # ---- transformations ----------------------------------------------------------------------------
@@ -476,6 +581,24 @@ def _transpose(
         ad.Zero(aval) if aval is not None and result is None else result
         for result, aval in zip(results, linear, strict=True)
     ] + [None] * len(place)
+
+
+# ---- memory -------------------------------------------------------------------------------------
+
+
+def clear_caches() -> None:
+    """Gives back the memory that is kept for the next call.
+
+    That of every device of this process, which are idle buffers, pipelines, uniforms and bind
+    groups; and what was planned. The next call makes anew what it needs. `jax.clear_caches` is
+    JAX's own, of jitted functions.
+
+    Raises:
+      DeviceError: the process was forked from one that had used the GPU.
+    """
+    device.clear_caches()
+    Registered.resolve.cache_clear()
+    _per_shard.cache_clear()
 
 
 # ---- meshes -------------------------------------------------------------------------------------

@@ -10,11 +10,12 @@ from typing import Any
 
 from jax_webgpu import dtypes
 from jax_webgpu.capabilities import IDEAL, Capabilities
+from jax_webgpu.document import Value
 from jax_webgpu.errors import CallError, ExpressionError
 from jax_webgpu.expressions import EVERY
 from jax_webgpu.helpers import HELPERS
-from jax_webgpu.spec import Port, Spec, Value, evaluate, reads, sizes
-from jax_webgpu.values import UNDEFINED, is_number, need_number, number, show
+from jax_webgpu.spec import Port, Spec, evaluate, reads, sizes
+from jax_webgpu.values import METER, UNDEFINED, Meter, is_number, need_number, number, show
 
 DISPATCH_FOLD_WIDTH = 65535
 
@@ -147,6 +148,7 @@ def scope(resolved: Resolved, capabilities: Capabilities) -> dict[str, Any]:
         "tunables": {**spec.tunables, **dict(resolved.tunables)},
         "device": capabilities.as_scope(),
         "f16Ok": capabilities.f16_ok,
+        METER: Meter(),
     }
 
 
@@ -244,6 +246,14 @@ def _attributes(spec: Spec, given: Mapping[str, Any]) -> Pairs:
             continue
         if isinstance(value, bool) and not isinstance(attribute.default, bool):
             value = int(value)  # equal to it, so it must also print the same
+        kinds = {
+            _kind(each)
+            for each in (value, attribute.default)
+            if isinstance(each, int | float | str)
+        }
+        if kinds == {"string", "number"}:
+            wanted = _kind(attribute.default)
+            raise CallError(f"{spec.name}: {name} is {show(value)}; expected a {wanted}")
         if attribute.values is not None and _rounded(value) not in map(_rounded, attribute.values):
             allowed = ", ".join(map(show, attribute.values))
             raise CallError(f"{spec.name}: {name} is {show(value)}; expected one of {allowed}")

@@ -4,10 +4,9 @@ Nothing here knows an operator, and nothing here may touch JAX: inside a callbac
 """
 
 import functools
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -76,12 +75,12 @@ class Operator:
 
 @functools.cache
 def _load(manifest: Path, shaders: Path, overlay: Path | None) -> Spec:
-    return spec.load(manifest, shaders, overlay)
+    return spec.load(manifest, shaders, overlay, links=True)  # as installers may have made them
 
 
 @dataclass(frozen=True, eq=False)
 class Dispatcher:
-    """One call of an operator, to be run again and again; what a device runs for it is kept.
+    """One call of an operator, to be run again and again; what a device runs for it is kept there.
 
     Attributes:
       operator: whose call it is.
@@ -92,9 +91,6 @@ class Dispatcher:
     operator: Operator
     resolved: Resolved
     static: Pairs = ()
-    _programs: MutableMapping[device.Device, tuple[plan.Plan, program.Program]] = field(
-        default_factory=WeakKeyDictionary, repr=False
-    )
 
     def __call__(
         self, arrays: Arrays, outputs: Arrays | None = None, place: int = 0
@@ -118,14 +114,13 @@ class Dispatcher:
         operator, resolved = self.operator, self.resolved
         if operator.check is not None:
             operator.check(self.static, arrays)
-        gpu = device.get(place)
         arrays = arrays[: len(resolved.inputs)]
         if outputs is None:
             outputs = [np.empty(tensor.shape, tensor.dtype) for _, tensor in resolved.outputs]
         bits = operator.moves_bits
         arrays = [_viewed(a, t, bits) for a, (_, t) in zip(arrays, resolved.inputs, strict=True)]
         targets = [_viewed(out, part, bits) for out, part in zip(outputs, self._parts, strict=True)]
-        self._run(gpu, arrays, targets)
+        device.on_device(lambda gpu: self._run(gpu, arrays, targets), place)
         return tuple(outputs)
 
     @functools.cached_property
@@ -163,16 +158,15 @@ class Dispatcher:
                 from_storage(landed, out, buffer.name)
 
     def _program(self, gpu: device.Device, outputs: Arrays) -> tuple[plan.Plan, program.Program]:
-        found = self._programs.get(gpu)
+        found: tuple[plan.Plan, program.Program] | None = gpu.linked.get(self)
         if found is None or found[0].capabilities != gpu.capabilities:
             ready = self.operator.plan(self.resolved, gpu.capabilities)
-            if ready.unwritten:
-                raise CallError(f"{ready.label}: no pass writes {', '.join(ready.unwritten)}")
+            ready.check_written()
             parts: tuple[int, ...] = ()
             if len(outputs) != len(ready.outputs):
                 (whole,) = ready.outputs
                 parts = tuple(output.size * whole.dtype.storage.itemsize for output in outputs)
-            found = self._programs[gpu] = ready, program.alone(ready, parts)
+            found = gpu.linked[self] = ready, program.alone(ready, parts)
         return found
 
 

@@ -8,22 +8,24 @@ the keys `attributes`, `args` and `tunables` of a case, each by name, and the st
 "Infinity" and "-Infinity" among values.
 """
 
+import contextlib
 import enum
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jax_webgpu import device, dtypes, plan, runtime, spec, variants
+from jax_webgpu import device, document, dtypes, plan, runtime, spec, variants
 from jax_webgpu.capabilities import IDEAL
-from jax_webgpu.errors import CallError, DeviceError, JaxWebGPUError, SpecError
+from jax_webgpu.document import Node
+from jax_webgpu.errors import CallError, DeviceError, JaxWebGPUError
 from jax_webgpu.folder import Folder
 from jax_webgpu.resolve import Resolved, Tensor, resolve
 from jax_webgpu.spec import Spec
+from jax_webgpu.values import is_number
 
 # What an output may be off by where the case does not say; all other dtypes must be exact.
 TOLERANCES = {"float32": 1e-5, "float16": 1e-2}
@@ -118,6 +120,13 @@ def run(files: Folder) -> Iterator[Result]:
     operator = spec.loads(manifest, files.path / "manifest.json", files.read_bytes)
     cases = read(files)
     return (attempt(operator, case) for case in cases)
+
+
+def calls(operator: Spec, cases: Iterable[Case]) -> Iterator[Resolved]:
+    """The calls of the cases, without those that the operator does not admit."""
+    for case in cases:
+        with contextlib.suppress(CallError):
+            yield _resolved(operator, case)
 
 
 def attempt(operator: Spec, case: Case) -> Result:
@@ -236,14 +245,8 @@ def read(files: Folder) -> tuple[Case, ...]:
     Raises:
       SpecError: there is no such file, or it is not in the format; the text gives the JSON path.
     """
-    file, data = files.path / "test.json", files.read_bytes("test.json")
-    try:
-        document = json.loads(data, parse_constant=_refuse)
-    except ValueError as error:  # not JSON: the text gives line and column
-        raise SpecError(f"{file}: {error}") from None
-    except RecursionError:
-        raise SpecError(f"{file}: $: nested too deeply") from None
-    top = _Node(document, file).object("cases", "$schema fixtureArrays")
+    root = document.parse_data(files.read_bytes("test.json"), files.path / "test.json")
+    top = root.object("cases", "$schema fixtureArrays")
     fixtures = top["fixtureArrays"].members() if "fixtureArrays" in top else {}
     cases = tuple(_case(node, fixtures) for node in top["cases"].elements())
     for index, case in enumerate(cases):
@@ -253,69 +256,12 @@ def read(files: Folder) -> tuple[Case, ...]:
     return cases
 
 
-def _refuse(constant: str) -> None:
-    raise ValueError(f'{constant} is not JSON; a value may be the string "{constant}"')
-
-
-@dataclass(frozen=True)
-class _Node:
-    """A JSON value that knows where it stands."""
-
-    value: Any
-    file: Path
-    path: str = "$"
-
-    def fail(self, message: str) -> SpecError:
-        return SpecError(f"{self.file}: {self.path}: {message}")
-
-    def of(self, expected: str, *types: type) -> Any:
-        """The value, which must be of one of the types; a boolean is no number."""
-        if not isinstance(self.value, types) or (
-            isinstance(self.value, bool) and bool not in types
-        ):
-            raise self.fail(f"expected {expected}, got {_brief(self.value)}")
-        return self.value
-
-    def members(self) -> dict[str, "_Node"]:
-        return {
-            key: _Node(value, self.file, f"{self.path}.{key}")
-            for key, value in self.of("an object", dict).items()
-            if key != "$comment"
-        }
-
-    def object(self, needed: str, others: str = "") -> dict[str, "_Node"]:
-        """The members of an object that has all of the `needed` keys, and at most the `others`."""
-        members, known = self.members(), [*needed.split(), *others.split()]
-        for key, node in members.items():
-            if key not in known:
-                raise node.fail(f"unknown key {key!r}; known here: {', '.join(sorted(known))}")
-        for key in needed.split():
-            if key not in members:
-                raise self.fail(f"the key {key!r} is missing")
-        return members
-
-    def elements(self) -> list["_Node"]:
-        return [
-            _Node(value, self.file, f"{self.path}[{index}]")
-            for index, value in enumerate(self.of("a list", list))
-        ]
-
-    def text(self) -> str:
-        return str(self.of("a string", str))
-
-    def size(self) -> int:
-        size = self.of("a whole number", int)
-        if size < 0:
-            raise self.fail(f"expected a size of 0 or more, got {size}")
-        return int(size)
-
-
 def _brief(value: Any) -> str:
     text = json.dumps(value)
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 
-def _case(node: _Node, fixtures: Mapping[str, _Node]) -> Case:
+def _case(node: Node, fixtures: Mapping[str, Node]) -> Case:
     keys = node.object("name inputs outputs", "skipGpu provenance attributes args tunables")
 
     def arrays(key: str) -> dict[str, Array]:
@@ -342,7 +288,14 @@ def _case(node: _Node, fixtures: Mapping[str, _Node]) -> Case:
     )
 
 
-def _array(node: _Node, key: str, fixtures: Mapping[str, _Node]) -> Array:
+def _size(node: Node) -> int:
+    size = node.integer()
+    if size < 0:
+        raise node.fail(f"expected a size of 0 or more, got {size}")
+    return size
+
+
+def _array(node: Node, key: str, fixtures: Mapping[str, Node]) -> Array:
     if key == "inputs":
         keys = node.object("dtype shape data")
     else:
@@ -350,13 +303,13 @@ def _array(node: _Node, key: str, fixtures: Mapping[str, _Node]) -> Array:
     dtype = keys["dtype"].text()
     if dtype not in dtypes.TABLE:
         raise keys["dtype"].fail(f"{dtype!r} is no dtype; known: {', '.join(dtypes.TABLE)}")
-    tensor = Tensor(tuple(each.size() for each in keys["shape"].elements()), dtype)
+    tensor = Tensor(tuple(_size(each) for each in keys["shape"].elements()), dtype)
     tolerance = TOLERANCES.get(dtype, 0.0)
     if "tolerance" in keys:
-        tolerance = keys["tolerance"].of("a number", int, float)
+        tolerance = keys["tolerance"].number()
         if not 0 <= tolerance < math.inf:
             raise keys["tolerance"].fail(f"expected a number of 0 or more, got {tolerance}")
-    allow_nan = "allowNaN" in keys and keys["allowNaN"].of("a boolean", bool)
+    allow_nan = keys.read("allowNaN", Node.boolean, False)
     values, kind = None, "values"
     if "data" in keys:
         data = keys["data"].members()
@@ -368,7 +321,7 @@ def _array(node: _Node, key: str, fixtures: Mapping[str, _Node]) -> Array:
     return Array(tensor, values, kind, tolerance, allow_nan)
 
 
-def _values(node: _Node, tensor: Tensor, fixtures: Mapping[str, _Node]) -> np.ndarray:
+def _values(node: Node, tensor: Tensor, fixtures: Mapping[str, Node]) -> np.ndarray:
     if isinstance(node.value, dict):
         reference = node.object("$ref")["$ref"]
         name = reference.text().removeprefix("#/fixtureArrays/")
@@ -390,13 +343,14 @@ def _values(node: _Node, tensor: Tensor, fixtures: Mapping[str, _Node]) -> np.nd
         raise node.fail(str(error)) from None
 
 
-def _number(node: _Node, dtype: np.dtype) -> float:
+def _number(node: Node, dtype: np.dtype) -> float:
     """A value as JSON has it, if it is one of the dtype's."""
     value = node.value
     if dtype.kind == "f":
         if isinstance(value, str) and value in _NOT_FINITE:
             return _NOT_FINITE[value]
-        node.of(f"a number or one of {', '.join(_NOT_FINITE)}", int, float)
+        if not is_number(value):
+            raise node.wrong(f"a number or one of {', '.join(_NOT_FINITE)}")
         if abs(value) > float(np.finfo(dtype).max):
             raise node.fail(f"{_brief(value)} is beyond {dtype}")
         return float(value)

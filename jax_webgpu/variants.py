@@ -6,14 +6,15 @@ binding counts and `when` clauses hold and that is not demoted, else the first d
 
 import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jax_webgpu.capabilities import Capabilities
+from jax_webgpu.document import SCOPE_NAMES
 from jax_webgpu.errors import CallError, DeviceError, ExpressionError
 from jax_webgpu.expressions import Expression
 from jax_webgpu.resolve import Resolved, extend, scope
-from jax_webgpu.spec import SCOPE_NAMES, Requires, Spec, Variant, merged
+from jax_webgpu.spec import Requires, Spec, Variant, merged
 from jax_webgpu.values import truthy
 
 
@@ -105,23 +106,36 @@ class _Judge:
 
 def _may_apply(spec: Spec, variant: Variant, names: dict[str, Any]) -> bool:
     """Whether no clause rules the variant out on every device."""
-    return not any(_never(clause, names, spec) for clause in [*spec.when, *variant.when])
+    seen = set[tuple[str, bool]]()
+    return not any(_never(clause, names, spec, seen) for clause in [*spec.when, *variant.when])
 
 
-def _never(clause: Expression, names: dict[str, Any], spec: Spec, strictly: bool = True) -> bool:
-    """Whether a clause fails on every device: a conjunct does that does not ask the device."""
+def _never(
+    clause: Expression,
+    names: dict[str, Any],
+    spec: Spec,
+    seen: set[tuple[str, bool]],
+    strictly: bool = True,
+) -> bool:
+    """Whether a clause fails on every device: a conjunct does that does not ask the device.
+
+    `seen` has the derived values that were looked into, and of which this is not known.
+    """
     for conjunct, strict in _conjuncts(clause, strictly):
         if _holds(conjunct, names, strict):
             continue
         if not conjunct.reads & spec.of_device:
             return True
-        inside = spec.derive.get(conjunct.name or "")
+        name = conjunct.name or ""
+        inside = spec.derive.get(name)
         # One of the format's names that is derived anew may have meant another value then.
         shadowed = SCOPE_NAMES & spec.derive.keys()
         if not isinstance(inside, Expression) or inside.reads & shadowed:
             continue
-        if _never(inside, names, spec, strict):
-            return True
+        if (name, strict) not in seen:
+            seen.add((name, strict))
+            if _never(inside, names, spec, seen, strict):
+                return True
     return False
 
 
@@ -153,17 +167,23 @@ def refusals(
     for variant in spec.variants:
         if variant is best:
             continue
-        reasons = [
-            *(f"it needs {need}" for need in _needs(spec, capabilities, variant)),
-            *(
-                ": ".join(chain)
-                for clause in [*spec.when, *variant.when]
-                for chain in _failing(clause, names, spec.derive)
-            ),
-            *(f"{other} supersedes it" for other in judge.supersedes(variant)),
+        needs = [*_needs(spec, capabilities, variant)]
+        clauses = [*spec.when, *variant.when]
+        seen = set[tuple[str, bool]]()
+        failures = [
+            each for clause in clauses for each in _failing(clause, names, spec.derive, seen)
         ]
-        first = f"applies too, but {best.id} comes first" if best else "does not apply"
-        found.append(Refusal(variant.id, reasons[0] if reasons else first, len(reasons)))
+        better = [*judge.supersedes(variant)]
+        if needs:
+            reason = f"it needs {needs[0]}"
+        elif failures:
+            reason = failures[0].told(names)
+        elif better:
+            reason = f"{better[0]} supersedes it"
+        else:
+            reason = f"applies too, but {best.id} comes first" if best else "does not apply"
+        misses = len(needs) + len(failures) + len(better)
+        found.append(Refusal(variant.id, reason, misses))
     return tuple(sorted(found, key=lambda refusal: refusal.misses))
 
 
@@ -207,26 +227,49 @@ def _requirements(requires: Requires, capabilities: Capabilities) -> Iterator[st
         yield "subgroup matrices, which WebGPU does not have yet"
 
 
+@dataclass(frozen=True)
+class _Failure:
+    """A conjunct that fails a clause."""
+
+    conjunct: Expression
+    error: str = ""
+    """Why it has no value, if it has none."""
+    via: tuple[str, ...] = ()
+    """The derived values that lead to it."""
+
+    def told(self, names: dict[str, Any]) -> str:
+        text = f"`{self.conjunct.text}`: {self.error}" if self.error else ""
+        return ": ".join([*self.via, text or self.conjunct.explain(names)])
+
+
 def _failing(
-    clause: Expression, names: dict[str, Any], derive: Mapping[str, Any], strictly: bool = True
-) -> Iterator[list[str]]:
-    """The conjuncts that fail a clause, each as the chain of derived names that leads to it."""
+    clause: Expression,
+    names: dict[str, Any],
+    derive: Mapping[str, Any],
+    seen: set[tuple[str, bool]],
+    strictly: bool = True,
+) -> Iterator[_Failure]:
+    """The conjuncts that fail a clause, those inside derived values it is made of among them.
+
+    Each derived value is looked into once: `seen` has those that were.
+    """
     for conjunct, strict in _conjuncts(clause, strictly):
         try:
             value = conjunct(names)
         except ExpressionError as error:
-            yield [f"`{conjunct.text}`: {error}"]
+            yield _Failure(conjunct, str(error))
             continue
         if value is True or (truthy(value) and not strict):
             continue
         name = conjunct.name
         inside = derive.get(name) if name else None
-        if name and isinstance(inside, Expression):
+        if not name or not isinstance(inside, Expression):
+            yield _Failure(conjunct)
+        elif (name, strict) not in seen:
+            seen.add((name, strict))
             before = dict(itertools.islice(derive.items(), list(derive).index(name)))
-            for chain in _failing(inside, names, before, strict):
-                yield [name, *chain]
-        else:
-            yield [conjunct.explain(names)]
+            for failure in _failing(inside, names, before, seen, strict):
+                yield replace(failure, via=(name, *failure.via))
 
 
 def _demoted(variant: Variant, names: dict[str, Any]) -> bool:

@@ -11,8 +11,12 @@ _OPENING = re.compile(r"//|/\*")
 _LINE_END = re.compile("[\n\v\f\r\u0085\u2028\u2029]")
 _BLOCK = re.compile(r"/\*|\*/")
 
-# The type, its predeclared aliases (`vec4h`), and a literal's suffix (`0.5h`).
-_F16 = re.compile(r"\b(?:f16|vec[234]h|mat[234]x[234]h)\b|(?<![\w.])[\d.][\w.]*h(?![\w.])")
+# What uses f16: the type, its predeclared aliases (`vec4h`), and a literal's suffix (`0.5h`). One
+# of them ends at each of these places, and has no more than so many characters.
+_F16_END = re.compile(r"(?:f16|h)\b(?!\.)")
+_F16 = re.compile(r"(?<![\w.])(?:f16|vec[234]h|mat[234]x[234]h|[\d.][\w.]*h)$")
+_LONGEST = 40
+
 _DIRECTIVE = re.compile(r"\s*(enable|requires|diagnostic)\b([^;]*);")
 _WORKGROUP = re.compile(r"@\s*workgroup_size\s*\(([\d\s,iu]*)\)")
 
@@ -39,7 +43,8 @@ def code(text: str) -> str:
 
 def lacks_f16(text: str) -> bool:
     """Whether code, without comments, uses `f16` and does not enable it."""
-    if not _F16.search(text):
+    ends = (found.end() for found in _F16_END.finditer(text))
+    if not any(_F16.search(text, max(0, end - _LONGEST), end) for end in ends):
         return False
     start = 0
     while directive := _DIRECTIVE.match(text, start):

@@ -1,6 +1,7 @@
 """What every test shares: strict dtypes, the adapter in the report, and eager against jitted."""
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ import hypothesis
 import hypothesis.configuration
 import jax
 import pytest
+from promises import PROMISES
 
 # Hypothesis draws anew each time, and keeps nothing in the checkout.
 hypothesis.settings.register_profile("here", database=None)
@@ -29,8 +31,21 @@ jax.config.update("jax_num_cpu_devices", 8)  # for the meshes
 
 
 def pytest_configure(config):
-    # Warnings are errors. This one is given once a process, to users: the report names the adapter.
-    config.addinivalue_line("filterwarnings", "ignore::jax_webgpu.SoftwareAdapterWarning")
+    # XLA takes half of the time, and compiles much of the same for many tests. A worker has a cache
+    # of its own: they are written to without a lock.
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "main")
+    cache = config.rootpath / "build" / "xla-cache" / f"{jax.__version__}-{worker}"
+    jax.config.update("jax_compilation_cache_dir", str(cache))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    # Warnings are errors. These are given once a process, to users: the report names the adapter.
+    for name in ("SoftwareAdapterWarning", "DeadlockWarning"):
+        config.addinivalue_line("filterwarnings", f"ignore::jax_webgpu.{name}")
+    config.addinivalue_line(
+        "markers",
+        "halves: of kernels that compute in float16; where the adapter has no shader-f16 there is "
+        "nothing to test, and it is deselected (tests/test_masks.py tests what is refused)",
+    )
 
 
 def pytest_addoption(parser):
@@ -42,7 +57,12 @@ def pytest_addoption(parser):
     )
 
 
+@pytest.hookimpl(trylast=True)  # of what -k leaves
 def pytest_collection_modifyitems(config, items):
+    halves = {item for item in items if item.get_closest_marker("halves")}
+    if halves and not has_halves():
+        config.hook.pytest_deselected(items=[*halves])
+        items[:] = [item for item in items if item not in halves]
     most = config.getoption("each")
     if most is None:
         return
@@ -57,6 +77,12 @@ def pytest_collection_modifyitems(config, items):
     items[:] = [item for item in items if item in kept]
 
 
+def has_halves():
+    with contextlib.suppress(jax_webgpu.AdapterError), warnings.catch_warnings(action="ignore"):
+        return jax_webgpu.device_info().capabilities.has("shader-f16")
+    return True  # what needs an adapter fails by itself
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
     """Where nothing may be skipped, as in CI, a skip is a failure."""
@@ -64,7 +90,25 @@ def pytest_runtest_makereport(item, call):
     if report.skipped and os.environ.get("JAX_WEBGPU_NO_SKIP") == "1":
         report.outcome = "failed"
         report.longrepr = f"skipped, and JAX_WEBGPU_NO_SKIP is set: {report.longrepr}"
+    if report.when == "call" or not report.passed:
+        for promise in item.iter_markers("promise"):
+            _record(*promise.args, report)
     return report
+
+
+def _record(promise, report):
+    """Writes what `promises.table` is made of."""
+    if promise not in PROMISES:
+        raise pytest.UsageError(f"{report.nodeid} holds an unknown promise: {promise}")
+    if path := os.environ.get("JAX_WEBGPU_RECORD"):
+        line = {
+            "promise": promise,
+            "test": report.nodeid,
+            "outcome": report.outcome,
+            "figures": dict(report.user_properties),
+        }
+        with open(path, "a") as file:
+            file.write(json.dumps(line) + "\n")
 
 
 def pytest_report_header():
@@ -86,22 +130,40 @@ def run(request):
     return call
 
 
+# A process that hangs tells where each of its threads is, and ends.
+WATCHED = """
+import faulthandler, os
+faulthandler.dump_traceback_later({timeout}, exit=True)
+if {cores} and hasattr(os, "sched_setaffinity"):
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:{cores}])
+"""
+
+
 @pytest.fixture(scope="session")
 def patience():
-    """A context that fails what takes longer than so many seconds, and ends it."""
+    """A context that fails, and ends, what takes more than so many seconds.
+
+    Of the processor's time, so that it does not matter what else a machine does; what waits for
+    something that does not come is given a minute.
+    """
 
     @contextlib.contextmanager
     def within(seconds):
-        def stop(signal, frame):
-            pytest.fail(f"takes more than {seconds} s")
+        def stop(number, frame):
+            pytest.fail(f"takes more than {seconds} s of the processor's time, or waits")
 
-        handler = signal.signal(signal.SIGALRM, stop)
-        timer = signal.setitimer(signal.ITIMER_REAL, seconds)  # pytest-timeout's
+        timers = ((signal.SIGPROF, signal.ITIMER_PROF, seconds),
+                  (signal.SIGALRM, signal.ITIMER_REAL, 60))  # fmt: skip
+        before = [
+            (number, signal.signal(number, stop), timer, signal.setitimer(timer, limit))
+            for number, timer, limit in timers
+        ]
         try:
             yield
         finally:
-            signal.setitimer(signal.ITIMER_REAL, *timer)
-            signal.signal(signal.SIGALRM, handler)
+            for number, handler, timer, setting in before:
+                signal.setitimer(timer, *setting)  # pytest-timeout's
+                signal.signal(number, handler)
 
     return within
 
@@ -110,20 +172,25 @@ def patience():
 def run_snippet():
     """Run Python source in a process of its own; a process that hangs is a failure.
 
-    Keyword arguments besides ``timeout``, in seconds, are environment variables.
+    Keyword arguments besides ``timeout``, in seconds, and ``cores``, how many it may use, are
+    environment variables.
     """
 
-    def call(source, *, timeout=120, **environment):
-        command = [sys.executable, "-X", "faulthandler", "-c", textwrap.dedent(source)]
+    def call(source, *, timeout=120, cores=None, **environment):
+        source = WATCHED.format(timeout=timeout, cores=cores) + textwrap.dedent(source)
+        command = [sys.executable, "-X", "faulthandler", "-c", source]
         try:
-            return subprocess.run(
+            done = subprocess.run(
                 command,
                 env=os.environ | environment,
                 capture_output=True,
                 text=True,
-                timeout=timeout,
+                timeout=timeout + 30,
             )
         except subprocess.TimeoutExpired as hung:
             pytest.fail(f"hangs after {timeout} s: stdout {hung.stdout}, stderr {hung.stderr}")
+        if "\nTimeout (" in f"\n{done.stderr}":
+            pytest.fail(f"hangs after {timeout} s: stdout {done.stdout}, stderr {done.stderr}")
+        return done
 
     return call

@@ -319,7 +319,7 @@ MADE = [
 @pytest.fixture
 def spied(monkeypatch):
     """What wgpu makes and destroys from now on: bind groups by the sizes of what they bind, and
-    among the buffers those that are not uniforms, which are kept apart.
+    among the buffers those of the pool.
     """
     seen = SimpleNamespace(made=[], buffers=[], destroyed=[], bound=[])
 
@@ -338,7 +338,7 @@ def spied(monkeypatch):
         spy(type(gpu), name, lambda self, result, kwargs, name=name: seen.made.append(name))
 
     def pooled(self, buffer, kwargs):
-        if not buffer.usage & wgpu.BufferUsage.UNIFORM:
+        if kwargs.get("label") == "jax_webgpu":
             seen.buffers.append(buffer)
 
     spy(type(gpu), "create_buffer", pooled)
@@ -581,8 +581,11 @@ def test_a_wgsl_error_shows_numbered_lines():
     with pytest.raises(jax_webgpu.ShaderError) as error:
         launched(gpu, with_pass(plan, wgsl=BROKEN))
     message = str(error.value)
-    assert message.startswith(plan.passes[0].label) and plan.label in message
-    assert "missing" in message
+    assert message.startswith(
+        f"{plan.passes[0].label}: wgpu {wgpu.__version__} refuses the shader made of "
+        "split-n.wgsl.jinja (rendered line 3): "
+    )
+    assert plan.label in message and "missing" in message
     numbered = [f"{n:4} | {line}" for n, line in enumerate(BROKEN.splitlines(), start=1)]
     assert message.splitlines()[-4:] == numbered
     assert_split_runs(gpu)
@@ -732,6 +735,7 @@ def test_arrays_of_several_pieces(piece, unified, fresh, mapper):
         assert (done["submissions"] == 1) == (unified or x.nbytes <= 64)
 
 
+@pytest.mark.halves  # buffers whose elements are no whole words
 @pytest.mark.parametrize("unified", [True, False])
 @pytest.mark.parametrize("width", [3, 5, 6])
 def test_rows_with_gaps_between_them(width, unified, fresh, mapper):
@@ -755,6 +759,7 @@ def test_rows_with_gaps_between_them(width, unified, fresh, mapper):
     assert not wide_y[:, :2].any() and not wide_y[:, 2 + width :].any()
 
 
+@pytest.mark.halves  # buffers whose elements are no whole words
 @pytest.mark.parametrize("unified", [True, False])
 def test_bytes_of_an_array_that_end_within_a_word(unified, fresh, mapper):
     gpu = fresh(_PIECE_BYTES=64, _WRITE_BYTES=16, _UNIFIED=KINDS if unified else ())

@@ -5,7 +5,6 @@ import itertools
 import math
 import operator
 import re
-import warnings
 
 import numpy as np
 import pytest
@@ -584,7 +583,7 @@ def test_text_that_doubles_is_bounded():
     with pytest.raises(ExpressionError, match="a text of more than"):
         for index in range(40):
             names[f"a{index + 1}"] = value(f"a{index} ~ a{index}", **names)
-    assert index == 14
+    assert index == 12
 
 
 def test_a_message_never_walks_a_huge_value():
@@ -885,26 +884,6 @@ def test_any_text_gives_an_error_or_a_value(text):
     assert same(*found) or not all(map(is_value, found)) or found[0] in functions(SCOPE)
     assert all(map(is_value, found)), text
     assert expression.explain(SCOPE)
-
-
-@settings(max_examples=300, deadline=None)
-@given(st.text("ab1_. \n'\"\\+-*/%~<>=!()[]{}|,:;éx0e²", max_size=16))
-@example("1.5e3 .5 0x1f 1_000 'a\\'b' \"\\n\"")
-def test_tokens_are_jinja_s(text):
-    def tokens(stream):
-        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
-            return [(token.type, token.value) for token in stream]
-
-    environment = expressions._environment
-    try:
-        theirs = tokens(environment._tokenize(text, None, None, "variable"))
-    except Exception as error:
-        assert type(error).__name__ == "TemplateSyntaxError"
-        with pytest.raises(ExpressionError):
-            parse(text)
-        return
-    assume("variable_end" not in dict(theirs))
-    assert tokens(environment.lexer.wrap(expressions._tokens(text))) == theirs
 
 
 # --- helpers ------------------------------------------------------------------------------------

@@ -134,7 +134,7 @@ METADATA = {
         json.dumps({"files": {str(n): sha256(b"") for n in range(257)}}).encode(),
         "257 files; at most 256",
     ),
-    "too large": (b" " * 2**20 + b"{}", "more than the 1,048,576 bytes"),
+    "too large": (b" " * 2**20 + b"{}", "more than 1,048,576 bytes"),
 }
 
 
@@ -210,7 +210,7 @@ def test_links(tmp_path, listed):
     (inside / name).rename(tmp_path / "blob")
     (inside / name).symlink_to("../blob")
     text = refusal({}, inside, fetched=False)
-    assert f"{name} is a link out of the folder" in text
+    assert f"{name}: it is a link out of the folder" in text
     if listed:
         assert folder.read(inside, fetched=True).read_bytes(name) == NEGATE[name]
 
@@ -232,7 +232,7 @@ def test_what_is_no_regular_file(tmp_path, fetched):
     fake_hub.write(tmp_path, files)
     os.mkfifo(tmp_path / "test.json")
     text = refusal({}, tmp_path, fetched=fetched)
-    assert "test.json is not a regular file" in text
+    assert "test.json: it is not a regular file" in text
     assert "not a folder" in refusal({}, tmp_path / "manifest.json", fetched=fetched)
 
 
@@ -240,9 +240,9 @@ def test_sizes_are_bounded_together(tmp_path, monkeypatch):
     monkeypatch.setattr(folder, "MAX_BYTES", 500)
     files = {"a": b"a" * 300, "b": b"b" * 300}
     text = refusal(with_metadata(files), tmp_path, read="a")
-    assert "b has more than the 200 bytes that are left for it" in text
+    assert "b: it has more than 200 bytes" in text
 
     (tmp_path / "c").write_bytes(b"c" * 501)
     (tmp_path / "metadata.json").unlink()
-    with pytest.raises(SpecError, match="c has more than the 500 bytes"):
+    with pytest.raises(SpecError, match="c: it has more than 500 bytes"):
         folder.read(tmp_path).read_bytes("c")

@@ -769,9 +769,9 @@ def recurrent(count, **keys):
 
 def test_turns_share_what_does_not_change(monkeypatch):
     rendered, packed = [], []
-    render, bind = plan.render, plan._Planner.bind
-    monkeypatch.setattr(plan, "render", lambda *a: rendered.append(a) or render(*a))
-    monkeypatch.setattr(plan._Planner, "bind", lambda *a: packed.append(a[1].name) or bind(*a))
+    render, bind = plan.render, plan._Step._bind
+    monkeypatch.setattr(plan, "render", lambda *a, **k: rendered.append(a) or render(*a, **k))
+    monkeypatch.setattr(plan._Step, "_bind", lambda *a: packed.append(a[1].name) or bind(*a))
     ready = planned("{{ width }} {{ env.wgsl.resourceDeclarations }}", **recurrent(300))
     assert len(ready.passes) == 300 and len(rendered) == 1
     assert {name: packed.count(name) for name in packed} == {
@@ -803,7 +803,7 @@ def test_a_template_is_rendered_again_where_a_name_in_it_changes(
     template, texts, times, monkeypatch
 ):
     rendered, render = [], plan.render
-    monkeypatch.setattr(plan, "render", lambda *a: rendered.append(a) or render(*a))
+    monkeypatch.setattr(plan, "render", lambda *a, **k: rendered.append(a) or render(*a, **k))
     passes = planned(template, **recurrent(6)).passes
     assert "".join(each.wgsl for each in passes) == texts
     assert len(rendered) == times

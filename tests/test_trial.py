@@ -343,28 +343,36 @@ X, Y = ("cases", 0, "inputs", "x"), ("cases", 0, "outputs", "y")
     ("where", "value", "message"),
     [
         (["cases"], ..., "$: the key 'cases' is missing"),
-        (["cases"], {}, "$.cases: expected a list, got {}"),
+        (["cases"], {}, "$.cases: expected a list, got an object"),
         (["more"], 1, "$.more: unknown key 'more'; known here: $schema, cases, fixtureArrays"),
-        (["fixtureArrays"], [], "$.fixtureArrays: expected an object, got []"),
-        (["cases", 0], 3, "$.cases[0]: expected an object, got 3"),
+        (["fixtureArrays"], [], "$.fixtureArrays: expected an object, got a list"),
+        (["cases", 0], 3, "$.cases[0]: expected an object, got a number"),
         (["cases", 0, "name"], ..., "$.cases[0]: the key 'name' is missing"),
-        (["cases", 0, "name"], 7, "$.cases[0].name: expected a string, got 7"),
+        (["cases", 0, "name"], 7, "$.cases[0].name: expected a string, got a number"),
         (["cases", 0, "inputs"], ..., "$.cases[0]: the key 'inputs' is missing"),
-        (["cases", 0, "outputs"], [], "$.cases[0].outputs: expected an object, got []"),
+        (["cases", 0, "outputs"], [], "$.cases[0].outputs: expected an object, got a list"),
         (["cases", 0, "when"], [], "$.cases[0].when: unknown key 'when'"),
         (["cases", 0, "skipGpu"], 1, "$.cases[0].skipGpu: expected a boolean or the reason, got 1"),
-        (["cases", 0, "attributes"], [], "$.cases[0].attributes: expected an object, got []"),
+        (["cases", 0, "attributes"], [], "$.cases[0].attributes: expected an object, got a list"),
         ([*X, "data"], ..., "$.cases[0].inputs.x: the key 'data' is missing"),
         ([*X, "dtype"], ..., "$.cases[0].inputs.x: the key 'dtype' is missing"),
         ([*X, "dtype"], "f32", "$.cases[0].inputs.x.dtype: 'f32' is no dtype; known: float32, "),
-        ([*X, "shape"], 2, "$.cases[0].inputs.x.shape: expected a list, got 2"),
+        ([*X, "shape"], 2, "$.cases[0].inputs.x.shape: expected a list, got a number"),
         (
             [*X, "shape", 0],
             -1,
             "$.cases[0].inputs.x.shape[0]: expected a size of 0 or more, got -1",
         ),
-        ([*X, "shape", 0], 2.0, "$.cases[0].inputs.x.shape[0]: expected a whole number, got 2.0"),
-        ([*X, "shape", 0], True, "$.cases[0].inputs.x.shape[0]: expected a whole number, got true"),
+        (
+            [*X, "shape", 0],
+            2.0,
+            "$.cases[0].inputs.x.shape[0]: expected a whole number, got a number",
+        ),
+        (
+            [*X, "shape", 0],
+            True,
+            "$.cases[0].inputs.x.shape[0]: expected a whole number, got a boolean",
+        ),
         (
             [*X, "shape"],
             [2, 3],
@@ -372,20 +380,20 @@ X, Y = ("cases", 0, "inputs", "x"), ("cases", 0, "outputs", "y")
         ),
         ([*X, "shape"], [1] * 65 + [2], "$.cases[0].inputs.x.data.values: maximum supported dim"),
         ([*X, "tolerance"], 1, "$.cases[0].inputs.x.tolerance: unknown key 'tolerance'"),
-        ([*X, "data"], 3, "$.cases[0].inputs.x.data: expected an object, got 3"),
+        ([*X, "data"], 3, "$.cases[0].inputs.x.data: expected an object, got a number"),
         ([*X, "data", "kind"], ..., "$.cases[0].inputs.x.data: the key 'kind' is missing"),
         ([*X, "data", "seed"], 1, "$.cases[0].inputs.x.data.seed: unknown key 'seed'"),
         ([*X, "data", "values"], ..., "$.cases[0].inputs.x.data: the key 'values' is missing"),
         (
             [*X, "data", "values"],
             "12",
-            '$.cases[0].inputs.x.data.values: expected a list, got "12"',
+            "$.cases[0].inputs.x.data.values: expected a list, got a string",
         ),
         (
             [*X, "data", "values", 1],
             "inf",
             "$.cases[0].inputs.x.data.values[1]: expected a number or one of NaN, Infinity, "
-            '-Infinity, got "inf"',
+            "-Infinity, got a string",
         ),
         ([*X, "data", "values", 1], True, "$.cases[0].inputs.x.data.values[1]: expected a number"),
         ([*X, "data", "values", 1], None, "$.cases[0].inputs.x.data.values[1]: expected a number"),
@@ -399,8 +407,8 @@ X, Y = ("cases", 0, "inputs", "x"), ("cases", 0, "outputs", "y")
         ([*X, "data", "values"], {"$ref": "two"}, '$.cases[0].inputs.x.data.values.$ref: "two" is'),
         ([*X, "data", "values"], {"ref": 1}, "$.cases[0].inputs.x.data.values.ref: unknown key"),
         ([*Y, "tolerance"], -1, "$.cases[0].outputs.y.tolerance: expected a number of 0 or more"),
-        ([*Y, "tolerance"], "1", '$.cases[0].outputs.y.tolerance: expected a number, got "1"'),
-        ([*Y, "allowNaN"], 1, "$.cases[0].outputs.y.allowNaN: expected a boolean, got 1"),
+        ([*Y, "tolerance"], "1", "$.cases[0].outputs.y.tolerance: expected a number, got a string"),
+        ([*Y, "allowNaN"], 1, "$.cases[0].outputs.y.allowNaN: expected a boolean, got a number"),
         ([*Y, "allow_nan"], 1, "$.cases[0].outputs.y.allow_nan: unknown key 'allow_nan'"),
     ],
 )
@@ -435,7 +443,7 @@ def test_values_must_be_the_dtype_s(tmp_path, dtype, value, expected):
     [
         ("", "Expecting value"),
         ('{"cases": [}', "Expecting value: line 1 column 12"),
-        ('{"cases": [NaN]}', 'NaN is not JSON; a value may be the string "NaN"'),
+        ('{"cases": [NaN]}', "$.cases[0]: NaN is not JSON"),
         ('{"cases": ' + 100_000 * "[", "$: nested too deeply"),
         (b"\xff", "'utf-8' codec can't decode"),
     ],
@@ -458,7 +466,7 @@ def test_two_cases_of_one_name(copy):
 
 
 def test_all_is_checked_before_anything_runs(copy):
-    with pytest.raises(SpecError, match=r"\$\.cases\[1\]: the key 'name' is missing"):
+    with pytest.raises(SpecError, match=r"\$\.cases\[1\]: the key 'inputs' is missing"):
         tell(copy, case(array(1), array(1)), {})
 
 

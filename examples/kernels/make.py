@@ -345,6 +345,9 @@ def _matmul_cases() -> Iterator[Document]:
     yield case("float16, sum beyond its exact integers", sixties, np.ones((64, 1), np.float16))
     infinite = np.array([[1, np.inf], [np.nan, 0], [2, 1]], np.float32)
     yield case("not finite", infinite, np.array([[1, 2], [3, 4]], np.float32))
+    left, right = draw(2, 8, 6), draw(2, 6, 8)
+    left[:, 5, 0] = right[1, 0, 2] = np.inf
+    yield case("infinities beside the edge of a tile", left, right, tunables=small)
 
 
 def _scan_cases() -> Iterator[Document]:

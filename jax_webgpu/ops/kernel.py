@@ -82,6 +82,8 @@ def open_folder(
     path = Path(given)
     if path.is_dir():
         return folder.read(path)
+    if path.is_file():
+        raise CallError(f"{given} is a file; give its folder")
     if version is None and revision is None and not re.fullmatch(r"[\w.-]+/[\w.-]+", given):
         raise CallError(f"there is no kernel folder {given}")
     fetched = hub.fetch(given, version=version, revision=revision)
@@ -156,13 +158,14 @@ class Kernel:
         if self._jvp is None and self._vjp is None:
             return self._bind(attributes, args, asked, *arrays)
         call = functools.partial(self._bind, attributes, args, asked)
-        known = _filled(self.spec, attributes) | dict(args)
+        known = _filled(self.spec, attributes) | dict.fromkeys(self.spec.args) | dict(args)
         if outputs is not None:
             known["outputs"] = outputs
+        packed = functools.partial(_repacked, self.spec.name, tuple(name for name, _ in asked))
         if self._jvp is not None:
-            return _with_jvp(call, functools.partial(self._jvp, **known))(*arrays)
+            return _with_jvp(call, functools.partial(self._jvp, **known), packed)(*arrays)
         forward, backward = (functools.partial(rule, **known) for rule in self._vjp or ())
-        return _with_vjp(call, forward, backward)(*arrays)
+        return _with_vjp(call, forward, backward, packed)(*arrays)
 
     def _bind(self, attributes: Pairs, args: Pairs, asked: Any, *arrays: Any) -> Any:
         """`arrays` are those of all inputs, None where one is left out."""
@@ -188,7 +191,8 @@ class Kernel:
         Args:
           rule: called with the inputs and with their tangents, two tuples in the order of the
             manifest's inputs, None for what is left out, and with the attributes and arguments by
-            name; returns the kernel's result and its tangent. JAX transposes it for reverse mode.
+            name, the defaults too; returns the kernel's result and its tangent. JAX transposes it
+            for reverse mode.
         """
         self._jvp, self._vjp = rule, None
         return rule
@@ -200,7 +204,8 @@ class Kernel:
           forward: called with the inputs, None for what is left out, and with the attributes and
             arguments by name; returns the kernel's result and what `backward` needs.
           backward: called with that and the result's cotangent, and the attributes and arguments
-            by name; returns a tuple of the inputs' cotangents, None for one that has none.
+            by name; returns a tuple of the inputs' cotangents, None for one that has none, or the
+            cotangent of the one input.
         """
         self._jvp, self._vjp = None, (forward, backward)
 
@@ -311,7 +316,10 @@ def _pairs(values: Mapping[str, Any]) -> Pairs:
 def _static(spec: Spec, name: str, value: Any) -> Any:
     """A scalar, or a list of them as a tuple, of Python's types."""
     if isinstance(value, jax.core.Tracer):
-        raise DTypeError(f"{spec.name}: {name} must be static, got a traced value: {value}")
+        raise DTypeError(
+            f"{spec.name}: {name} must be static, got a traced value: {value}; under jax.jit name "
+            f"it in static_argnames"
+        )
     if isinstance(value, list | tuple):
         return tuple(_static(spec, name, each) for each in value)
     if isinstance(value, np.ndarray | jax.Array | np.generic):
@@ -332,6 +340,7 @@ def _arrays(spec: Spec, bound: Mapping[str, Any]) -> list[jax.Array | None]:
         spec.inputs[name].dtype: value.dtype
         for name, value in values.items()
         if isinstance(value, jax.Array | np.ndarray | np.generic)
+        and str(value.dtype) in _admitted(spec, name)
     }
     arrays = list[jax.Array | None]()
     for name, value in values.items():
@@ -343,8 +352,7 @@ def _arrays(spec: Spec, bound: Mapping[str, Any]) -> list[jax.Array | None]:
 
 def _number(spec: Spec, name: str, value: bool | int | float, dtype: Any) -> jax.Array:
     """A Python number as an array of rank 0."""
-    variable = spec.inputs[name].dtype
-    allowed = spec.type_constraints.get(variable, (variable,))
+    allowed = _admitted(spec, name)
     if dtype is None:
         natural = {bool: "bool", int: "int32", float: "float32"}[type(value)]
         wider = ["int64", "float32"] if natural == "int32" else []
@@ -357,6 +365,12 @@ def _number(spec: Spec, name: str, value: bool | int | float, dtype: Any) -> jax
     if kind in "iu" and not np.iinfo(dtype).min <= value <= np.iinfo(dtype).max:
         raise CallError(f"{spec.name}: {name} is {value}, outside of the range of {dtype}")
     return jnp.asarray(value, dtype)
+
+
+def _admitted(spec: Spec, name: str) -> tuple[str, ...]:
+    """The dtypes that an input may have."""
+    variable = spec.inputs[name].dtype
+    return spec.type_constraints.get(variable, (variable,))
 
 
 def _asked(spec: Spec, outputs: Any) -> tuple[tuple[str, tuple[int, ...] | None], ...]:
@@ -407,6 +421,11 @@ def _packed(name: str, names: tuple[str, ...], results: Sequence[Any]) -> Any:
     return _named_tuple(name, names)(*results)
 
 
+def _repacked(name: str, names: tuple[str, ...], results: Any) -> Any:
+    """What a rule returns as the kernel would: a plain tuple of several as the named one."""
+    return _packed(name, names, results) if len(names) > 1 else results
+
+
 @functools.cache
 def _named_tuple(name: str, names: tuple[str, ...]) -> Any:
     return namedtuple(_identifier(name), names, rename=True)
@@ -442,17 +461,34 @@ def _signature(spec: Spec) -> inspect.Signature:
     return inspect.Signature(parameters)
 
 
-def _with_jvp(call: Callable[..., Any], rule: Callable[..., Any]) -> Callable[..., Any]:
+def _with_jvp(
+    call: Callable[..., Any], rule: Callable[..., Any], packed: Callable[[Any], Any]
+) -> Callable[..., Any]:
+    def both(primals: Any, tangents: Any) -> Any:
+        result, tangent = rule(primals, tangents)
+        return packed(result), packed(tangent)
+
     differentiable = jax.custom_jvp(call)
-    differentiable.defjvp(rule)
+    differentiable.defjvp(both)
     return differentiable
 
 
 def _with_vjp(
-    call: Callable[..., Any], forward: Callable[..., Any], backward: Callable[..., Any]
+    call: Callable[..., Any],
+    forward: Callable[..., Any],
+    backward: Callable[..., Any],
+    packed: Callable[[Any], Any],
 ) -> Callable[..., Any]:
+    def first(*arrays: Any) -> Any:
+        result, kept = forward(*arrays)
+        return packed(result), kept
+
+    def second(kept: Any, cotangent: Any) -> Any:
+        found = backward(kept, cotangent)
+        return found if isinstance(found, tuple) else (found,)
+
     differentiable = jax.custom_vjp(call)
-    differentiable.defvjp(forward, backward)
+    differentiable.defvjp(first, second)
     return differentiable
 
 
@@ -724,8 +760,7 @@ class Rules:
 
 def _as_int64(spec: Spec, name: str, tensor: Tensor) -> Tensor:
     """An int32 array for a port that takes int64 and not int32, as is usual without 64-bit mode."""
-    variable = spec.inputs[name].dtype
-    allowed = spec.type_constraints.get(variable, (variable,))
+    allowed = _admitted(spec, name)
     if tensor.dtype == "int32" and "int64" in allowed and "int32" not in allowed:
         return Tensor(tensor.shape, "int64")
     return tensor

@@ -1,0 +1,233 @@
+"""Many threads at once: what they get, how often things are made, and which locks are held when."""
+
+import ast
+import pathlib
+import threading
+
+import pytest
+from stress import CALLS, SCALE, figures
+
+import jax_webgpu
+from jax_webgpu import config
+
+PACKAGE = pathlib.Path(jax_webgpu.__file__).parent
+
+# --- mixed calls --------------------------------------------------------------------------------
+
+# Eight threads come to the first call at once. They make calls of more shapes than are kept.
+MIXED = """
+import json, sys, threading
+from concurrent.futures import ThreadPoolExecutor
+from jax_webgpu import device, plan, program
+
+sys.setswitchinterval(1e-5)
+device.MAX_PROGRAMS, device.MAX_IDLE_BYTES = 8, 1 << 20
+made = []
+init = device.Device.__init__
+device.Device.__init__ = lambda self, *args: (made.append(self), init(self, *args))[1]
+
+jitted = {{name: jax.jit(f) for name, f in OPERATORS.items()}}
+together = threading.Barrier(8)
+
+def work(thread):
+    rng = np.random.default_rng(thread)
+    together.wait()
+    for i in range({calls}):
+        size = 128 * int(rng.integers(1, 13)) * (1 if i % 8 else 64)
+        name = ("split", "rotary")[i % 2]
+        x = rng.integers(-1000, 1000, size).astype(np.float32)
+        f = OPERATORS[name] if rng.random() < 0.5 else jitted[name]
+        assert right(name, f(x), x), (thread, i)
+    return {calls}
+
+with ThreadPoolExecutor(8) as pool:
+    calls = sum(pool.map(work, range(8)))
+(gpu,) = made
+assert gpu.counters["dispatches"] >= calls
+assert len(gpu._programs) <= 8
+assert all(len(kept.groups) <= device.MAX_BIND_GROUPS for kept in gpu._programs.values())
+assert len(gpu._pipelines) <= 8 and len(gpu._uniforms) <= 16
+assert gpu._pool.idle_bytes == sum(each.size for each in gpu._pool.idle.values()) <= 1 << 20
+assert sorted(gpu._pool.idle) == sorted(sum(gpu._pool.classes.values(), []))
+for cache in (plan.make, program.alone, jax_webgpu.primitive.Registered.resolve):
+    assert cache.cache_info().currsize <= cache.cache_info().maxsize
+print(json.dumps({{"calls": calls, "most threads": 8}}))
+"""
+
+
+@pytest.mark.promise("threads")
+@pytest.mark.parametrize("cores", [1, 2], ids=["one_core", "two_cores"])
+def test_mixed_calls(cores, run_snippet, record_property):
+    source = CALLS + MIXED.format(calls=200 * SCALE)
+    done = run_snippet(source, cores=cores, timeout=90 * SCALE, JAX_WEBGPU_CALLBACK="")
+    figures(done, record_property)
+
+
+# --- other threads than the main one, and asyncio -----------------------------------------------
+
+# JAX and wgpu are first used in a coroutine, on a thread that is not the main one.
+ELSEWHERE = """
+import asyncio, json, threading
+
+calls = 0
+
+def call(i):
+    name = ("split", "rotary")[i % 2]
+    x = np.arange(128 * (1 + i % 5), dtype=np.float32)
+    f = OPERATORS[name] if i % 4 < 2 else jax.jit(OPERATORS[name])
+    assert right(name, f(x), x)
+    return 1
+
+async def many(count):
+    done = call(0)
+    done += sum(await asyncio.gather(*(asyncio.to_thread(call, i) for i in range(count))))
+    for i in range(count):  # among other tasks that are awake
+        ticker = asyncio.create_task(asyncio.sleep(0))
+        done += call(i)
+        await ticker
+    return done
+
+def run():
+    global calls
+    calls += asyncio.run(many({calls}))
+
+thread = threading.Thread(target=run)
+thread.start()
+thread.join()
+assert calls == 2 * {calls} + 1
+run()
+print(json.dumps({{"calls": calls}}))
+"""
+
+
+@pytest.mark.promise("elsewhere")
+@pytest.mark.parametrize("callback", ["buffer", "pure"])
+def test_asyncio_and_another_thread(callback, run_snippet, record_property):
+    source = CALLS + ELSEWHERE.format(calls=20 * SCALE)
+    done = run_snippet(source, timeout=60 * SCALE, JAX_WEBGPU_CALLBACK=callback, NPROC="16")
+    figures(done, record_property)
+
+
+# --- wgpu's instance ----------------------------------------------------------------------------
+
+# Another thread of the process uses wgpu first while we list adapters, and replaces the instance.
+REPLACED = """
+import wgpu
+from wgpu.backends.wgpu_native import _helpers
+
+listed, kept = wgpu.gpu.enumerate_adapters_sync, []
+
+def replace():
+    found = listed()
+    if not kept:
+        kept.append(_helpers._the_instance)
+        _helpers._the_instance = None
+        _helpers.get_wgpu_instance()
+    return found
+
+wgpu.gpu.enumerate_adapters_sync = replace
+x = np.arange(65_536, dtype=np.float32)
+assert right("split", split(x), x)
+print(len(kept))
+"""
+
+
+def test_another_thread_makes_wgpus_instance_first(run_snippet):
+    """Answers come from the instance of the adapters alone."""
+    done = run_snippet(CALLS + REPLACED, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
+
+
+# --- locks --------------------------------------------------------------------------------------
+
+
+def imported(tree):
+    """The names of the modules that a module imports."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module
+
+
+def test_which_modules_have_locks():
+    """None that knows JAX, so that nobody who holds one can wait for it."""
+    trees = {path.stem: ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
+    locking = {
+        name
+        for name, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and node.attr in ("Lock", "RLock", "Condition")
+    }
+    assert locking == {"config", "device"}
+    for name in locking:
+        assert not [each for each in imported(trees[name]) if each.split(".")[0] == "jax"]
+
+
+@pytest.mark.promise("locks")
+def test_what_is_told_of_a_change_may_wait(monkeypatch):
+    """JAX's caches are cleared with no lock held: what clears them may wait for a call."""
+    seen = []
+
+    def listen():
+        free = threading.Thread(target=lambda: seen.append(config._state.lock.acquire(timeout=5)))
+        free.start()
+        free.join()
+        config._state.lock.release()
+
+    monkeypatch.setattr(config._state, "listeners", [listen])
+    with jax_webgpu.configure(overlays=False):
+        assert seen == [True]
+    assert seen == [True, True]
+
+
+# A callback waits while it holds what a call of ours may hold, and others call meanwhile.
+WAITING = """
+import json, threading
+from jax_webgpu import device
+
+held = []
+
+class Spying:
+    # Every lock of ours, with who holds it.
+    def __init__(self, lock): self.lock = lock
+    def __enter__(self): self.lock.acquire(); held.append(threading.get_ident())
+    def __exit__(self, *_): held.remove(threading.get_ident()); self.lock.release()
+
+def spied(wait):
+    def waiting(array, *args, **kwargs):
+        if isinstance(array, jax.Array):
+            assert threading.get_ident() not in held
+        return wait(array, *args, **kwargs)
+    return waiting
+
+device._lock = Spying(device._lock)
+gpu = device.get()
+gpu._lock = Spying(gpu._lock)
+for module, names in [(np, "asarray array ascontiguousarray"), (jax, "block_until_ready")]:
+    for name in names.split():
+        setattr(module, name, spied(getattr(module, name)))
+run = device.Device.run
+
+def checked(self, program, inputs, outputs):
+    assert all(type(each) is np.ndarray for each in (*inputs, *outputs))
+    assert threading.get_ident() not in held
+    return run(self, program, inputs, outputs)
+
+device.Device.run = checked
+calls = 0
+for i in range(20):
+    for name, f in OPERATORS.items():
+        x = np.arange(65_536, dtype=np.float32)
+        for f in (f, jax.jit(f), jax_webgpu.fuse(f)):
+            assert right(name, f(jnp.asarray(x) * i), x * i)
+            calls += 1
+print(json.dumps({"calls": calls}))
+"""
+
+
+@pytest.mark.promise("locks")
+@pytest.mark.parametrize("callback", ["buffer", "pure"])
+def test_nothing_of_jax_is_read_under_a_lock(callback, run_snippet, record_property):
+    done = run_snippet(CALLS + WAITING, JAX_WEBGPU_CALLBACK=callback, NPROC="16")
+    figures(done, record_property)
