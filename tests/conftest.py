@@ -6,13 +6,21 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import warnings
 from collections import defaultdict
 
+import hypothesis
+import hypothesis.configuration
 import jax
 import pytest
 from promises import PROMISES
+
+# Hypothesis draws anew each time, and keeps nothing in the checkout.
+hypothesis.settings.register_profile("here", database=None)
+hypothesis.settings.load_profile("here")
+hypothesis.configuration.set_hypothesis_home_dir(tempfile.gettempdir() + "/jax_webgpu-hypothesis")
 
 os.environ["JAX_WEBGPU_TUNED"] = os.devnull  # what this machine was tuned to is not tested
 

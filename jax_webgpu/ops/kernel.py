@@ -379,7 +379,11 @@ def _asked(spec: Spec, outputs: Any) -> tuple[tuple[str, tuple[int, ...] | None]
     if isinstance(outputs, Mapping):
         given = dict(outputs)
     elif outputs is not None:
-        given = dict.fromkeys([outputs] if isinstance(outputs, str) else outputs)
+        names = [outputs] if isinstance(outputs, str) else outputs
+        if not isinstance(names, Iterable) or isinstance(names, jax.Array | np.ndarray):
+            kind = type(outputs).__name__
+            raise DTypeError(f"outputs must be names, or shapes by name, got {kind}")
+        given = dict.fromkeys(map(str, names))
     for name, shape in given.items():
         if name not in spec.outputs:
             known = ", ".join(spec.outputs)

@@ -562,9 +562,17 @@ def _head_axis(call: Call) -> int:
 def _by_token(call: Call, cache: Any, ids: Sequence[Any]) -> Any:
     """The row of each token, with an axis of size 1 for the heads; NaNs where there is none."""
     if ids:
-        options = {"mode": "fill", "fill_value": jnp.nan, "wrap_negative_indices": False}
-        cache = cache.at[ids[0]].get(**options)
+        rows = _rows_or_none(ids[0], cache.shape[0])
+        cache = cache.at[rows].get(mode="fill", fill_value=jnp.nan)
     return jnp.expand_dims(cache, _head_axis(call))
+
+
+def _rows_or_none(ids: Any, rows: int) -> Any:
+    """The positions, with the number of rows, which is none's, for those that are no row.
+
+    JAX itself takes negative ones from the end, and cuts int64 down to int32 before it compares.
+    """
+    return jnp.where((ids >= 0) & (ids < rows), ids, rows)
 
 
 def _to_rows(call: Call, by_pair: Any, shape: tuple[int, ...], ids: Sequence[Any]) -> Any:
@@ -573,7 +581,10 @@ def _to_rows(call: Call, by_pair: Any, shape: tuple[int, ...], ids: Sequence[Any
     if ids and any(jax.typeof(by_token).sharding.spec):
         # Of one sharding with the positions, which a `vmap` over a sharded axis leaves apart.
         by_token = jax.sharding.reshard(by_token, jax.sharding.PartitionSpec())
-    return jnp.zeros(shape, by_token.dtype).at[ids[0]].add(by_token) if ids else by_token
+    if not ids:
+        return by_token
+    rows = _rows_or_none(ids[0], shape[0])
+    return jnp.zeros(shape, by_token.dtype).at[rows].add(by_token, mode="drop")
 
 
 def _rotated_alone(call: Call, x: Any, cos: Any, sin: Any, ids: Sequence[Any]) -> Any:

@@ -135,7 +135,8 @@ def figures(result: Result, seed: int, seconds: float) -> dict[str, Any]:
 def save(failure: Failure, folder: Path = SAVED) -> Path:
     """Writes a failing input to a file that `--replay` takes."""
     folder.mkdir(parents=True, exist_ok=True)
-    names = (folder / f"{failure.target}-{number}.txt" for number in range(10_000))
+    stem = failure.target.replace(":", "-")
+    names = (folder / f"{stem}-{number}.txt" for number in range(10_000))
     path = next(name for name in names if not name.exists())
     told = "".join(f"# {line}\n" for line in failure.text.splitlines())
     path.write_text(f"{failure.target}\n{failure.input}\n{told}", encoding="utf-8")

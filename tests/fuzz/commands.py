@@ -21,6 +21,14 @@ WORDS = (
     "a/b nowhere . / 1.5 y y=2,3 y=,"
 ).split()
 
+# What may follow a folder and its inputs.
+MORE = (
+    *("axis=-1", "axis=9", "axis=[1]", "axis=null", "axis=", "axis=" + "1" * 5000),
+    *("axis=" + "[" * 3000, "approximate=tanh", "epsilon=NaN", "epsilon=1e999", "other=1"),
+    *("x=float32:8", "--output=y", "--output=z", "--output=y=2,3", "--output=y=x", "=", "=="),
+    *("é=1", "self=1", "outputs=1", "inputs=1"),
+)
+
 SHAPES = st.lists(st.sampled_from([0, 1, 2, 3, 4, 8, 64, -1, 2**40]), max_size=5).map(
     lambda sizes: ",".join(map(str, sizes))
 )
@@ -71,11 +79,7 @@ def _kernel(draw: Any) -> list[str]:
     given["@rms_norm"] = ["x=float32:8,4", "weight=float32:4"]
     right = given.get(name, ["x=float32:8,4"])
     values = right if draw(st.booleans()) else [f"x={draw(DTYPES)}:{draw(SHAPES)}"]
-    more = st.sampled_from(
-        ["axis=-1", "axis=9", "axis=[1]", "axis=null", "axis=", "other=1", "x=float32:8", "approximate"  # noqa: E501
-         "=tanh", "epsilon=NaN", "epsilon=1e999", "axis=" + "1" * 5000, "--output=y", "--output=z",
-         "--output=y=2,3", "--output=y=x", "=", "==", "axis=" + "[" * 3000, "é=1", "self=1", "outputs=1", "inputs=1"]  # noqa: E501
-    )  # fmt: skip
+    more = st.sampled_from(MORE)
     words = draw(st.lists(more, max_size=2))
     device = [f"--device={draw(DEVICES)}"] if draw(st.booleans()) else []
     kernel = ["kernel"] if draw(st.booleans()) else []

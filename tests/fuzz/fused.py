@@ -10,6 +10,7 @@ import numpy as np
 from hypothesis import strategies as st
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from poison import poisoned
 
 import jax_webgpu
 from fuzz.arrays import decode, described, odd
@@ -189,7 +190,7 @@ def _under(
     chosen = {"jit": jax.jit(f), "vmap": mapped, "scan": scanned, "grad": gradient}.get(how, f)
 
     def call(*arrays: Any) -> list[Any]:
-        with jax_webgpu.configure(**settings):
+        with jax_webgpu.configure(**settings), poisoned():
             return list(jax.block_until_ready(chosen(*arrays)))
 
     return call

@@ -97,8 +97,9 @@ WHOLE = st.recursive(
 # ---- texts --------------------------------------------------------------------------------------
 
 WORDS = (
-    "n zero word shape attrs attrs.nothing derive derive.n tunables.WORKGROUP_SIZE shapes.x ranks.x "  # noqa: E501
-    "dtypes.T device device.limits device.features.has('shader-f16') present.x args loop repeat "
+    "n zero word shape attrs attrs.nothing derive derive.n tunables.WORKGROUP_SIZE shapes.x "
+    "ranks.x dtypes.T device device.limits device.features.has('shader-f16') present.x args loop "
+    "repeat "
     "1 2.5 1e999 0 65536 99999999999999999999 1_000 0x1f .5 'x' \"y\" '\\n' '\\u2028' '\\x00' true "
     "false none True None - + * / % ~ == != < <= > >= in not and or if else is is_not defined "
     "number string boolean mapping | |int |length |default(1) |join(',') |upper |e |safe ( ) [ ] "

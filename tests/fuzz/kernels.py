@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import kernel_oracle
 import numpy as np
 from hypothesis import strategies as st
+from poison import poisoned
 
 import jax_webgpu
 from fuzz import corpus
@@ -134,7 +135,7 @@ def _call(value: dict[str, Any]) -> str:
 
     names = (*INPUTS[name], *ATTRIBUTES.get(name, {}), "output", "outputs", *arguments)
     try:
-        with jax_webgpu.configure(callback=value["callback"]):
+        with jax_webgpu.configure(callback=value["callback"]), poisoned():
             if how == "vmap" and moving:
                 twice = {key: jnp.stack([each, each]) for key, each in moving.items()}
                 found = jax.block_until_ready(jax.vmap(call)(twice))
@@ -200,9 +201,7 @@ def _inputs(values: list[Any], judge: Judge) -> list[np.ndarray]:
 
 def _outputs(value: Any, judge: Judge) -> None:
     """The one output may be named, and nothing else."""
-    if value is None or value == "y" or value == ["y"]:
-        return
-    judge.doubtful = True
+    judge.doubtful |= value is not None and not (isinstance(value, str | list) and "y" in value)
 
 
 def _integer(value: Any, judge: Judge) -> int:

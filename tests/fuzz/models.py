@@ -38,6 +38,8 @@ def modelled(model: Callable[[Mapping[str, Any], "Judge"], Callable[[Any], None]
 
 
 def none_is_right(result: Any) -> None:
+    if all(each.size == 0 for each in jax.tree.leaves(result)):
+        return  # nothing that could be wrong
     raise Wrong(f"nothing is right here, and something came: {str(result)[:200]}")
 
 

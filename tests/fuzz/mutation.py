@@ -1,4 +1,4 @@
-"""Changes of JSON documents, as literals: each names a place by a number, and what happens."""
+"""Changes of JSON documents, as literals: a place by its number, and what happens there."""
 
 import copy
 import functools

@@ -26,6 +26,8 @@ GUIDED_CHUNK = 4000
 # A worker that ran so many is replaced: it compiles something new for most.
 LIFE = 5000
 _WORKER = "from fuzz import worker; worker.main()"
+# Seconds that a process may take before its first input.
+START = 300
 # Of what a process wrote before it ended.
 TAIL = 4000
 
@@ -153,7 +155,8 @@ class _Worker:
                         self.age += 1
                         self.since = time.monotonic()
                     case Failure() as failure:
-                        result.failures.append(failure)
+                        if failure.signature not in {each.signature for each in result.failures}:
+                            result.failures.append(failure)
                     case Done(left=left):
                         self._account(result)
                         if left or self.age >= LIFE:
@@ -164,6 +167,7 @@ class _Worker:
 
     def watched(self, limit: float, result: Result) -> list[Chunk]:
         """What is left of the chunk, if the process ended or has to be ended."""
+        limit = limit if self.input else START
         if self.chunk is None or not (self.dead or time.monotonic() - self.since > limit):
             return []
         assert self.process is not None

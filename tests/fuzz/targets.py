@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from jax_webgpu import errors
 from jax_webgpu.errors import JaxWebGPUError
 
 RIGHT = "right"
@@ -40,8 +41,10 @@ MODULES = "functions fused kernels manifests expressions templates commands file
 
 
 def load(name: str) -> Target:
-    """The target of a module of this package."""
-    found: Target = importlib.import_module(f"fuzz.{name}").TARGET
+    """The target of a module of this package, or after a colon one of several."""
+    module, _, own = name.partition(":")
+    loaded = importlib.import_module(f"fuzz.{module}")
+    found: Target = loaded.TARGETS[own] if own else loaded.TARGET
     return found
 
 
@@ -49,8 +52,16 @@ class Wrong(AssertionError):
     """An answer that is not the right one, or an error that is none of the documented ones."""
 
 
-# A callback's exception arrives as text inside one of JAX's.
-_INSIDE = re.compile(r"jax_webgpu\.errors\.(\w+): (.*)", re.DOTALL)
+# A callback's exception arrives as text inside one of JAX's, at the start of a line.
+_NAMES = "|".join(name for name in vars(errors) if name.endswith("Error"))
+_INSIDE = re.compile(rf"^(?:jax_webgpu\.errors\.)?({_NAMES}): (.*)", re.MULTILINE | re.DOTALL)
+
+
+def inside(error: BaseException) -> tuple[str, str] | None:
+    """The type's name and the message of an exception of ours that JAX wrapped."""
+    found = _INSIDE.search(str(error))
+    is_jax = isinstance(error, jax.errors.JaxRuntimeError)
+    return (found[1], found[2]) if is_jax and found else None
 
 
 def documented(
@@ -70,10 +81,10 @@ def documented(
     """
     label, message = type(error).__name__, str(error)
     if isinstance(error, jax.errors.JaxRuntimeError):
-        found = _INSIDE.search(message)
-        if found is None or found[1] not in {kind.__name__ for kind in kinds}:
+        found = inside(error)
+        if found is None or found[0] not in {kind.__name__ for kind in kinds}:
             raise Wrong(f"not of ours: {message}") from error
-        label, message = f"{label} of {found[1]}", found[2]
+        label, message = f"{label} of {found[0]}", found[1]
     elif not isinstance(error, tuple(kinds)):
         raise Wrong(f"not documented: {label}: {message}") from error
     elif not isinstance(error, JaxWebGPUError) and _raised_inside(error):
@@ -86,7 +97,7 @@ def documented(
 def _raised_inside(error: BaseException) -> bool:
     """Whether some frame of the library stands between our own call and the error."""
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-    own = max((at for at, file in enumerate(files) if "/fuzz/" in file), default=-1)
+    own = max((at for at, file in enumerate(files) if "/fuzz/" in file), default=0)
     return any("/jax_webgpu/" in file for file in files[own:])
 
 
