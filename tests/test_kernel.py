@@ -142,6 +142,29 @@ def test_int64_in_64_bit_mode(run, take):
             jax.block_until_ready(run(take, x, np.array([0, 2**31]), wide))
 
 
+def test_an_output_s_dtype_that_no_input_decides(run, tmp_path):
+    path = folders.write(
+        tmp_path,
+        "cast",
+        {"cast": "  y[i] = {{ dtypes.T2 }}(x[i]);"},
+        typeConstraints={"T1": ["float32", "int32"], "T2": ["float32", "int32", "uint32"]},
+        inputs={"x": {"dtype": "T1"}},
+        outputs={"y": {"dtype": "T2", "shape": "shapes.x"}},
+        variants=[{"id": "only", "passes": [folders.step("cast", ["x", "y"], "numel(shapes.x)")]}],
+    )
+    cast = load_kernel(path, vmap_axis=0)
+    x = RNG.uniform(0, 9, (3, 4)).astype("f4")
+
+    def rounded(x):
+        return cast(x, outputs={"y": jax.ShapeDtypeStruct(x.shape, jnp.int32)})
+
+    for y in (run(rounded, x), run(jax.vmap(rounded), x)):
+        assert y.dtype == jnp.int32
+        np.testing.assert_array_equal(y, x.astype("int32"))
+    with pytest.raises(CallError, match="no input decides the dtype of y"):
+        cast(x)
+
+
 def test_the_own_manifests_as_folders(run, tmp_path):
     for name in ("Split", "RotaryEmbedding"):
         shutil.copytree(resources.shaders(), tmp_path / name)

@@ -25,6 +25,9 @@ from jax_webgpu.spec import Spec, loads
 from jax_webgpu.values import UNDEFINED
 
 MANIFEST = "manifest.json"
+# Of an output: nothing, its shape, or its shape and dtype.
+Given = tuple[int, ...] | Tensor | None
+
 VMAP_METHODS = ("sequential", "expand_dims", "broadcast_all")
 
 
@@ -95,7 +98,8 @@ class Kernel:
 
     Called with arrays by position, in the order of the manifest's inputs, or by name; with
     attributes and scalar arguments by name; and with ``outputs``, which names optional outputs,
-    or gives shapes that the manifest does not. An int64 input takes int32, and an int64 output
+    or gives shapes that the manifest does not, or `jax.ShapeDtypeStruct`s where no input decides
+    the dtype. An int64 input takes int32, and an int64 output
     is int32, where JAX's 64-bit mode is off. The result is an array, or a named tuple of several.
 
     Attributes:
@@ -368,13 +372,13 @@ def _number(spec: Spec, name: str, value: bool | int | float, dtype: Any) -> jax
 
 
 def _admitted(spec: Spec, name: str) -> tuple[str, ...]:
-    """The dtypes that an input may have."""
-    variable = spec.inputs[name].dtype
+    """The dtypes that an input or an output may have."""
+    variable = (spec.inputs.get(name) or spec.outputs[name]).dtype
     return spec.type_constraints.get(variable, (variable,))
 
 
-def _asked(spec: Spec, outputs: Any) -> tuple[tuple[str, tuple[int, ...] | None], ...]:
-    """The outputs that are wanted, in the manifest's order, with the shapes that are given."""
+def _asked(spec: Spec, outputs: Any) -> tuple[tuple[str, Given], ...]:
+    """The outputs that are wanted, in the manifest's order, with what is given of them."""
     given = dict[str, Any]()
     if isinstance(outputs, Mapping):
         given = dict(outputs)
@@ -388,7 +392,10 @@ def _asked(spec: Spec, outputs: Any) -> tuple[tuple[str, tuple[int, ...] | None]
         if name not in spec.outputs:
             known = ", ".join(spec.outputs)
             raise CallError(f"{spec.name} has no output {name!r}; it has {known}")
-        if shape is not None:
+        if hasattr(shape, "shape") and hasattr(shape, "dtype"):
+            tensor = Tensor(tuple(shape.shape), str(shape.dtype))
+            given[name] = _as_int64(_admitted(spec, name), tensor)
+        elif shape is not None:
             sizes = shape if isinstance(shape, list | tuple) else (shape,)
             given[name] = tuple(_size(spec, name, size) for size in sizes)
     return tuple(
@@ -528,7 +535,7 @@ class Rules:
         inputs = dict(zip(static["inputs"], tensors, strict=True))
         return resolve(
             own,
-            {name: _as_int64(own, name, tensor) for name, tensor in inputs.items()},
+            {name: _as_int64(_admitted(own, name), each) for name, each in inputs.items()},
             attributes=dict(call.attributes),
             args=dict(static["args"]),
             outputs=dict(static["outputs"]),
@@ -555,7 +562,11 @@ class Rules:
                 f"{self.operator.name} has no reference in plain JAX, which "
                 f"implementation='reference' runs; give it one: {name}.defreference(function)"
             )
-        shapes = {name: shape for name, shape in static["outputs"] if shape is not None}
+        shapes = {
+            name: jax.ShapeDtypeStruct(each.shape, each.dtype) if isinstance(each, Tensor) else each
+            for name, each in static["outputs"]
+            if each is not None
+        }
         given = dict(zip(static["inputs"], operands, strict=True))
         found = kernel._reference(
             *(given.get(name) for name in self.operator.spec.inputs),
@@ -625,8 +636,8 @@ class Rules:
             for (name, _), each in zip(static["outputs"], wanted, strict=True)
         ]
         asked = tuple(
-            (name, None if shape is None else _times(shape, at, size))
-            for (name, shape), at in zip(static["outputs"], ends, strict=True)
+            (name, _resized(given, functools.partial(_times, axis=at, size=size)))
+            for (name, given), at in zip(static["outputs"], ends, strict=True)
         )
         results = _registered(self.operator.spec).apply(call.with_static(outputs=asked), *folded)
         unfolded = []
@@ -677,7 +688,8 @@ class Rules:
                 one = jnp.expand_dims(operand, 0)
                 expanded.append(jnp.broadcast_to(one, (size, *shape)) if broadcast else one)
         asked = tuple(
-            (name, None if shape is None else (size, *shape)) for name, shape in static["outputs"]
+            (name, _resized(given, lambda shape: (size, *shape)))
+            for name, given in static["outputs"]
         )
         results = _registered(self.operator.spec).apply(call.with_static(outputs=asked), *expanded)
         for (name, _), result, each in zip(
@@ -758,10 +770,9 @@ class Rules:
         ]
 
 
-def _as_int64(spec: Spec, name: str, tensor: Tensor) -> Tensor:
+def _as_int64(admitted: tuple[str, ...], tensor: Tensor) -> Tensor:
     """An int32 array for a port that takes int64 and not int32, as is usual without 64-bit mode."""
-    allowed = _admitted(spec, name)
-    if tensor.dtype == "int32" and "int64" in allowed and "int32" not in allowed:
+    if tensor.dtype == "int32" and "int64" in admitted and "int32" not in admitted:
         return Tensor(tensor.shape, "int64")
     return tensor
 
@@ -776,6 +787,13 @@ def _no_derivative(kernel: Kernel) -> DerivativeError:
         f"or {name}.defvjp(forward, backward) for reverse mode alone, or, for a linear kernel, "
         f"{name}.deftranspose(other)"
     )
+
+
+def _resized(given: Given, resize: Callable[[tuple[int, ...]], tuple[int, ...]]) -> Given:
+    """What is given of an output, with another shape."""
+    if isinstance(given, Tensor):
+        return Tensor(resize(given.shape), given.dtype)
+    return None if given is None else resize(given)
 
 
 def _without(shape: tuple[int, ...], axis: int | None) -> tuple[int, ...]:
