@@ -17,15 +17,14 @@ import jax
 import pytest
 from promises import PROMISES
 
-# Hypothesis draws anew each time, and keeps nothing in the checkout.
-hypothesis.settings.register_profile("here", database=None)
-hypothesis.settings.load_profile("here")
-hypothesis.configuration.set_hypothesis_home_dir(tempfile.gettempdir() + "/jax_webgpu-hypothesis")
-
 os.environ["JAX_WEBGPU_TUNED"] = os.devnull  # what this machine was tuned to is not tested
 
 import jax_webgpu
 
+# Hypothesis draws anew each time, and keeps nothing in the checkout.
+hypothesis.settings.register_profile("here", database=None)
+hypothesis.settings.load_profile("here")
+hypothesis.configuration.set_hypothesis_home_dir(tempfile.gettempdir() + "/jax_webgpu-hypothesis")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_num_cpu_devices", 8)  # for the meshes
 

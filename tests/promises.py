@@ -45,8 +45,8 @@ PROMISES = {
     "error that names what is wrong; no abort, no hang",
     "positions": "A position that no row of the caches has is refused in the same words wherever "
     "the call stands, over both crossings; no other row is read",
-    "unwritten output": "Every element of a result is written: with memory full of NaNs, other ones "
-    "each time, none comes out, and the results are the same bit for bit",
+    "unwritten output": "Every element of a result is written: with memory full of NaNs, other "
+    "ones each time, none comes out, and the results are the same bit for bit",
     "idle": "Five idle seconds cost less than 0.1 s of CPU",
 }
 
