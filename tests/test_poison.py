@@ -131,7 +131,8 @@ def test_case_of_an_example_kernel(name, case, record_property):
     with poisoned() as poison:
         result = trial.attempt(spec.load(ROOT / name / "manifest.json"), case)
     assert (result.status, result.detail) == (trial.Status.PASSED, "")
-    assert poison.counts["host arrays"]
+    is_empty = not all(case.outputs["y"].tensor.shape)
+    assert is_empty or poison.counts["host arrays"]
     record_property("calls", 1)
     record_property("fills", poison.counts.total())
 
