@@ -121,7 +121,7 @@ def _limits(text: str) -> tuple[tuple[str, int], ...]:
         floor = FLOOR_LIMITS.get(name)
         if each == "floor":
             found |= FLOOR_LIMITS
-        elif floor is None or not value.isdecimal():
+        elif floor is None or not value.isdecimal() or len(value) > 20:
             raise CallError(
                 f"JAX_WEBGPU_LIMITS has {each!r}; expected floor, or NAME=NUMBER with a name of "
                 f"{', '.join(FLOOR_LIMITS)}"

@@ -80,6 +80,8 @@ def test_explain_on_this_adapter(capsys):
             "explain split --x 4,9 --num-outputs 2 --dtype real --device floor",
             "'real' is no data type",
         ),
+        ("explain split --x 4,9 --num-outputs 2 --dtype O --device floor", "'O' is no data type"),
+        ("explain rotary_embedding --x 8 --cos 8,4 --position-ids --device floor", "x has shape"),
         ("explain rotary_embedding --x 1,2,3,8 --cos 1,3,8 --device floor", "the full width of 8"),
         (f"{ROTARY} --workgroup-size 512 --device floor", "WORKGROUP_SIZE is 512"),
     ],
@@ -90,10 +92,21 @@ def test_what_is_wrong_is_said(capsys, line, message):
     assert message in err
 
 
-def test_wrong_use(capsys):
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("explain split --x 3,y", "'3,y' is not a list of sizes"),
+        ("explain split --x 3,-1", "'3,-1' has a negative size"),
+        ("tune --mib inf", "'inf' is no size in MiB"),
+        ("tune --mib nan", "'nan' is no size in MiB"),
+        ("tune --mib 0", "'0' is no size in MiB"),
+        ("tune --mib many", "'many' is no size in MiB"),
+    ],
+)
+def test_wrong_use(capsys, line, message):
     with pytest.raises(SystemExit, match="2"):
-        cli.main(["explain", "split", "--x", "3,y"])
-    assert "'3,y' is not a list of sizes" in capsys.readouterr().err
+        cli.main(line.split())
+    assert message in capsys.readouterr().err
 
 
 def test_info(capsys):
@@ -164,6 +177,10 @@ def test_explain_a_folder_whose_outputs_are_given(capsys, tmp_path):
         ("explain {softmax} x", "'x' is not of the form NAME=VALUE"),
         ("explain {softmax} x=float33:2", "'float33' is no data type"),
         ("explain {softmax} x=float32:2 axis=5 --device floor", "axis"),
+        ("explain {softmax} x=float32:2 axis=" + "[" * 9999 + " --device floor", "axis"),
+        ("explain {softmax} x=float32:2,-1", "'2,-1' has a negative size"),
+        ("explain {softmax} x=float32:2 outputs=1", "outputs are named by --output"),
+        ("explain {softmax} x=float32:2 self=1 --device floor", "has no 'self'"),
         ("explain {softmax} x=float32:2 axes=1 --device floor", "has no 'axes'"),
         ("explain {softmax} x=float32:2 --output z --device floor", "no output 'z'"),
         ("info nowhere", "there is no kernel folder nowhere"),

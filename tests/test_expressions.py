@@ -931,6 +931,8 @@ def test_every_helper_of_the_format_is_there():
         ("pow2ceil(2.5)", 4),
         ("log2ceil(0)", 0),
         ("log2ceil(1)", 0),
+        ("log2ceil(-infinity)", 0),
+        ("pow2ceil(-infinity)", 1),
         ("log2ceil(5)", 3),
         ("log2ceil(8)", 3),
         ("numel([])", 1),

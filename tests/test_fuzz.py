@@ -1,11 +1,13 @@
 """A fuzzing of all targets that fits into CI, always the same; and whether the fuzzer sees a thing.
 
-The long form is ``./dev fuzz --inputs 100000``.
+The long form is ``./dev fuzz --inputs 100000``; JAX_WEBGPU_FUZZ_INPUTS and
+JAX_WEBGPU_FUZZ_SEED in the environment make another of this one.
 """
 
 import io
 import json
 import math
+import os
 from collections import Counter
 from contextlib import redirect_stdout
 
@@ -19,7 +21,8 @@ from fuzz.worker import Chunk, Failure
 from jax_webgpu import split
 from jax_webgpu.errors import CallError, DTypeError
 
-INPUTS, SEED = 2000, 6
+SIZES = (("INPUTS", 2000), ("SEED", 6))
+INPUTS, SEED = (int(os.environ.get(f"JAX_WEBGPU_FUZZ_{name}", default)) for name, default in SIZES)
 PLAN = pool.plan(targets.MODULES, INPUTS, SEED)
 
 
@@ -30,16 +33,20 @@ def sums(result):
 # --- all targets --------------------------------------------------------------------------------
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.promise("bad input")
+@pytest.mark.timeout(900 + INPUTS)
 @pytest.mark.parametrize("name", targets.MODULES)
-def test_target(name):
+def test_target(name, record_property):
     chunks = [chunk for chunk in PLAN if chunk.target == name]
     result = pool.run(chunks, workers=1, limit=120)
+    record_property("inputs", result.tried)
     told = [f"{failure.input}\n{failure.text}" for failure in result.failures]
     assert not told, "\n\n".join(told)
     found = sums(result)
     assert found["inputs"] == sum(chunk.inputs for chunk in chunks)
     # Of inputs that are all refused, or all right, nothing is learnt.
+    record_property("right answers", found["right"])
+    record_property("documented errors", found["refused"])
     assert found["right"] >= found["inputs"] / 8 and found["refused"] >= found["inputs"] / 20
 
 

@@ -288,6 +288,7 @@ def test_without_timestamps_there_are_no_measurements(held):
         ("", "8", "JAX_WEBGPU_LIMITS has '8'; expected floor, or NAME=NUMBER"),
         ("", "maxBuffers=8", "JAX_WEBGPU_LIMITS has 'maxBuffers=8'; .*maxBufferSize"),
         ("", "floor,maxBufferSize=many", "JAX_WEBGPU_LIMITS has 'maxBufferSize=many'"),
+        ("", "maxBufferSize=" + "9" * 5000, "JAX_WEBGPU_LIMITS has 'maxBufferSize=9999"),
         ("", "maxBufferSize=1000", "'maxBufferSize=1000'; every WebGPU device has 268435456"),
         ("", "minStorageBufferOffsetAlignment=512", "every WebGPU device has 256 or better"),
     ],

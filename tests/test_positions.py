@@ -19,6 +19,8 @@ from poison import poisoned
 import jax_webgpu
 from jax_webgpu import device, rotary_embedding
 
+pytestmark = pytest.mark.promise("positions")
+
 BATCH, TOKENS, SIZE = 4, 3, 8
 RNG = np.random.default_rng(29)
 X = RNG.standard_normal((BATCH, 2, TOKENS, SIZE)).astype(np.float32)
@@ -232,7 +234,7 @@ def sentence(index, value, rows):
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("callback", ["buffer", "pure"])
 @pytest.mark.parametrize(("f", "index"), WHERE.values())
-def test_the_message_is_the_same_everywhere(f, index, callback, rows):
+def test_the_message_is_the_same_everywhere(f, index, callback, rows, record_property):
     ids = GOOD.astype(np.int32)
     with jax_webgpu.configure(callback=callback):
         x, good = jax.block_until_ready((jnp.asarray(X), jnp.asarray(ids)))
@@ -240,6 +242,7 @@ def test_the_message_is_the_same_everywhere(f, index, callback, rows):
             ids[2, 1] = value
             message = refused(f, call_with(rows), x, jax.block_until_ready(jnp.asarray(ids)))
             assert re.search(sentence(index, value, rows), message)
+        record_property("calls refused", 2)
         f(call_with(rows), x, good)  # the next call works
         y = jax.jit(call_with(rows))(x, good)
         oracle.assert_rotary_embedding(y, X, *caches(rows), GOOD)
@@ -248,7 +251,7 @@ def test_the_message_is_the_same_everywhere(f, index, callback, rows):
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("callback", ["buffer", "pure"])
 @pytest.mark.parametrize("dtype", ["int32", "uint32", "int64"])
-def test_every_position_that_is_no_row(dtype, callback, rows):
+def test_every_position_that_is_no_row(dtype, callback, rows, record_property):
     with jax_webgpu.configure(callback=callback), jax.enable_x64(dtype == "int64"):
         call = jax.jit(call_with(rows))
         for value in bad_positions(rows, dtype):
@@ -260,6 +263,7 @@ def test_every_position_that_is_no_row(dtype, callback, rows):
             assert device.get().counters["dispatches"] == before
             with pytest.raises(ValueError, match=sentence("2, 1", value, rows)):
                 rotary_embedding(X, *caches(rows), ids)
+    record_property("calls refused", 2 * len(bad_positions(rows, dtype)))
 
 
 @pytest.mark.parametrize("rows", ROWS)

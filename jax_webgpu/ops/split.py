@@ -100,7 +100,9 @@ def _sizes(size: int, split: Any, num_outputs: Any) -> tuple[int, ...]:
             f"split must be a sequence of sizes, got the integer {split}; for that many parts "
             f"pass num_outputs={split}"
         )
-    if not isinstance(split, Iterable) or isinstance(split, Set | Mapping | str | bytes):
+    is_scalar = isinstance(split, jax.Array | np.ndarray) and not split.ndim
+    kinds = (Set, Mapping, str, bytes)
+    if is_scalar or not isinstance(split, Iterable) or isinstance(split, kinds):
         raise DTypeError(f"split must be a sequence of sizes, got {type(split).__name__}")
     parts = tuple(islice(split, MOST_PARTS + 1))  # it may have no end
     if len(parts) > MOST_PARTS:

@@ -9,6 +9,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +26,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.replay:
         return replay(options.replay)
     seed = random.SystemRandom().getrandbits(31) if options.seed is None else options.seed
-    names = options.targets or targets.MODULES
-    say = _say(time.monotonic(), options.inputs, quiet=options.quiet)
-    started = time.monotonic()
-    chunks = pool.plan(names, options.inputs, seed)
-    result = pool.run(chunks, workers=options.workers, limit=options.limit, progress=say)
-    seconds = time.monotonic() - started
-    print(table(result), file=sys.stderr)
-    for failure in result.failures:
-        print(f"\n{failure.target}: {failure.signature}\n  {save(failure)}", file=sys.stderr)
-    print(json.dumps(figures(result, seed, seconds)))
+    chunks = pool.plan(options.targets or targets.MODULES, options.inputs, seed)
+    told = _Teller(sum(chunk.inputs for chunk in chunks), 0 if options.quiet else 10)
+    result = pool.run(chunks, workers=options.workers, limit=options.limit, progress=told)
+    told(result)
+    print(f"{table(result)}\nfuzz: seed {seed}", file=sys.stderr)
+    print(json.dumps(figures(result, seed, told.seconds)))
     return 1 if result.failures else 0
 
 
@@ -62,22 +59,33 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _say(started: float, inputs: int, *, quiet: bool) -> Any:
-    last = [started]
+@dataclass
+class _Teller:
+    """Saves failures as they come, and says how far a run has come, every so many seconds."""
 
-    def say(result: Result) -> None:
-        now = time.monotonic()
-        if quiet or now - last[0] < 10:
-            return
-        last[0] = now
-        print(
-            f"fuzz: {now - started:.0f} s, {result.tried:,} of {inputs:,} inputs, "
-            f"{len(result.failures)} failures",
-            file=sys.stderr,
-            flush=True,
-        )
+    inputs: int
+    every: float
+    saved: int = 0
+    started: float = field(default_factory=time.monotonic)
+    last: float = 0
 
-    return say
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.started
+
+    def __call__(self, result: Result) -> None:
+        for failure in result.failures[self.saved :]:
+            self.say(f"{failure.target}: {failure.signature}\n    {save(failure)}")
+        self.saved = len(result.failures)
+        if self.every and self.seconds - self.last > self.every:
+            self.last = self.seconds
+            self.say(
+                f"{self.seconds:.0f} s, {result.tried:,} of {self.inputs:,} inputs, "
+                f"{self.saved} failures"
+            )
+
+    def say(self, text: str) -> None:
+        print(f"fuzz: {text}", file=sys.stderr, flush=True)
 
 
 def table(result: Result) -> str:
@@ -132,8 +140,9 @@ def figures(result: Result, seed: int, seconds: float) -> dict[str, Any]:
 # ---- reproducers --------------------------------------------------------------------------------
 
 
-def save(failure: Failure, folder: Path = SAVED) -> Path:
+def save(failure: Failure, folder: Path | None = None) -> Path:
     """Writes a failing input to a file that `--replay` takes."""
+    folder = folder or SAVED
     folder.mkdir(parents=True, exist_ok=True)
     stem = failure.target.replace(":", "-")
     names = (folder / f"{stem}-{number}.txt" for number in range(10_000))

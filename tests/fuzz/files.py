@@ -43,27 +43,61 @@ def _changed(*kinds: str) -> st.SearchStrategy[Any]:
         {
             "kind": st.sampled_from(kinds),
             "seed": st.sampled_from(["add", "gelu", "matmul", "rms_norm", "scan", "softmax"]),
-            "changes": st.just([]) | mutation.changes() | mutation.changes(),
+            "changes": mutation.changes(),
             "bytes": st.lists(st.tuples(st.integers(0, 10**6), st.binary(max_size=3)), max_size=2),
+            "same": st.integers(0, 3),
         }
     )
 
 
+VARIABLES = {
+    "ADAPTER": ["", "", "0", "1", "2", "99", "-1", "h200", "llvm", "quantum", " "],
+    "CALLBACK": ["", "", "pure", "buffer", "PURE", "0"],
+    "REQUIRE_GPU": ["", "0", "1", "true", "yes", "2"],
+    "POOL_BYTES": ["", "", "0", "1048576", "-1", "1e6", "nan", "9" * 5000],
+    "TIMEOUT": ["", "", "0", "2.5", "-1", "inf", "nan", "1e999", "1 s"],
+    "FEATURES": [
+        "",
+        "",
+        "floor",
+        "shader-f16",
+        "subgroups,shader-f16",
+        "floor,subgroups",
+        ",",
+        "f",
+    ],
+    "LIMITS": [
+        *("", "", "floor", "maxBufferSize=268435456", "floor,maxBufferSize=1073741824", "a=1"),
+        *(
+            "maxBufferSize",
+            "maxBufferSize=",
+            "maxBufferSize=1e9",
+            "maxBufferSize=-1",
+            "=",
+            "floor=",
+        ),
+    ],
+}
+
+
 def inputs() -> st.SearchStrategy[Any]:
     text = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=8)
-    word = text | st.sampled_from(
-        ["pure", "buffer", "PURE", "0", "1", "00", "2", "99", "-1", "h200", "llvm", "quantum", " "]
-    )
+    given = {name: st.sampled_from(likely) for name, likely in VARIABLES.items()}
+    odd = {name: st.sampled_from(likely) | text for name, likely in VARIABLES.items()}
     environment = st.fixed_dictionaries(
-        {"kind": st.just("environment"), "adapter": word, "callback": word, "gpu": word}
+        {
+            "kind": st.just("environment"),
+            "given": st.fixed_dictionaries({}, optional=given)
+            | st.fixed_dictionaries({}, optional=odd),
+        }
     )
-    return _changed("metadata", "test", "tuned", "folder") | environment
+    return _changed("metadata", "test", "tuned", "folder") | environment | environment
 
 
 def _mutated(document: Any, value: dict[str, Any]) -> bytes:
-    changed = mutation.apply(document, value["changes"])
+    changed = mutation.apply(document, [] if _is_as_it_was(value) else value["changes"])
     data = bytearray(json.dumps(changed, ensure_ascii=False).encode("utf-8", "surrogatepass"))
-    for at, other in value["bytes"]:
+    for at, other in [] if _is_as_it_was(value) else value["bytes"]:
         place = at % (len(data) + 1)
         data[place : place + len(other)] = other
     return bytes(data)
@@ -80,7 +114,7 @@ def run(value: Any) -> str:
 
 
 def _is_as_it_was(value: Any) -> bool:
-    return not value["changes"] and not value["bytes"]
+    return value["same"] == 0
 
 
 def _metadata(value: Any) -> str:
@@ -182,28 +216,37 @@ def _folder(value: Any) -> str:
 
 def _environment(value: Any) -> str:
     """Settings, or an error that names the variable."""
-    names = {"JAX_WEBGPU_ADAPTER": "adapter", "JAX_WEBGPU_CALLBACK": "callback"}
-    names["JAX_WEBGPU_REQUIRE_GPU"] = "gpu"
-    before = {name: os.environ.get(name) for name in names}
-    os.environ.update({name: value[key] for name, key in names.items()})
+    given = {f"JAX_WEBGPU_{name}": text for name, text in value["given"].items()}
+    before = {name: os.environ.pop(name, None) for name in _NAMES}
+    os.environ.update(given)
     try:
         found = config.environment.__wrapped__()
         if found.callback not in (None, "pure", "buffer"):
             raise Wrong(f"callback {found.callback!r}")
         chosen = device.choose(ADAPTERS, found.adapter)
     except Exception as error:
-        return documented(error, (CallError, AdapterError), (*names,))
+        return documented(error, (CallError, AdapterError), _NAMES)
     finally:
         for name, own in before.items():
-            os.environ.pop(name)
+            os.environ.pop(name, None)
             if own is not None:
                 os.environ[name] = own
-    wanted = value["adapter"].strip()
+    wanted = value["given"].get("ADAPTER", "").strip()
     if not wanted and chosen is not ADAPTERS[1]:
         raise Wrong(f"{chosen} is not the best")
     if wanted and wanted != str(chosen.index) and wanted.lower() not in str(chosen).lower():
         raise Wrong(f"{chosen} is not {wanted!r}")
+    for name, text in value["given"].items():
+        if text.strip() and text not in _TAKEN.get(name, (text,)):
+            raise Wrong(f"{name} is {text!r}, and is taken")
     return RIGHT
 
+
+_NAMES = tuple(f"JAX_WEBGPU_{name}" for name in VARIABLES)
+# Of the likely values all that a variable may be.
+_TAKEN = {
+    "CALLBACK": ("pure", "buffer"),
+    "FEATURES": ("floor", "shader-f16", "subgroups,shader-f16", ","),
+}
 
 TARGET = Target("files", 8, inputs, run)

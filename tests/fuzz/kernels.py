@@ -133,7 +133,7 @@ def _call(value: dict[str, Any]) -> str:
     def call(moving: dict[str, Any]) -> Any:
         return kernel(name)(**fixed, **moving)
 
-    names = (*INPUTS[name], *ATTRIBUTES.get(name, {}), "output", "outputs", *arguments)
+    names = (*INPUTS[name], *ATTRIBUTES.get(name, {}), "output", "outputs", "shape", *arguments)
     try:
         with jax_webgpu.configure(callback=value["callback"]), poisoned():
             if how == "vmap" and moving:
@@ -183,6 +183,8 @@ def _of(name: str, dtypes: tuple[str, ...]) -> Any:
 
 def _inputs(values: list[Any], judge: Judge) -> list[np.ndarray]:
     """The arrays; a number has the dtype of the others."""
+    for value in values:  # a key is no array of its words
+        judge.need(not jnp.issubdtype(getattr(value, "dtype", None), jax.dtypes.prng_key))
     numbers = [isinstance(value, bool | int | float) for value in values]
     arrays = [
         None if is_number else judge.array(value)
@@ -233,8 +235,8 @@ def _exact(
         judge.need(given["approximate"] in ("none", "tanh"))
     if "epsilon" in given:
         epsilon = given["epsilon"]
-        judge.need(not isinstance(epsilon, str | list | tuple))
         judge.doubtful |= type(epsilon) is not float or not 0 < epsilon < 1
+        judge.need(not isinstance(epsilon, str | list | tuple))
         try:
             given["epsilon"] = float(epsilon)
         except (TypeError, ValueError, OverflowError):

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from fuzz import corpus, mutation
 from fuzz.targets import Target, Wrong, documented
-from jax_webgpu import expressions, folder, spec, templates, trial
+from jax_webgpu import document, expressions, folder, grammar, spec, templates, trial, values
 from jax_webgpu.errors import ExpressionError, SpecError
 
 HAS_ATHERIS = importlib.util.find_spec("atheris") is not None
@@ -117,7 +117,7 @@ def guided(seed: int, probe: Callable[[bytes], None]) -> None:
     """Calls `probe` again and again; it has to end the process."""
     import atheris
 
-    for module in (spec, folder, trial, templates, expressions):
+    for module in (document, spec, folder, trial, templates, grammar, expressions, values):
         for name, each in vars(module).items():
             if getattr(each, "__module__", None) == module.__name__:
                 _instrument(atheris, module, name, each)

@@ -150,7 +150,7 @@ def called(loaded: Spec, wanted: Any) -> Resolved | str:
 
 def planned(call: Resolved, device: capabilities.Capabilities) -> plan.Plan | str:
     try:
-        found = plan._plan(call, device)  # past the cache
+        found = plan.anew(call, device)
         found.describe(wgsl=False)
         for _ in found.unwritten:
             break
