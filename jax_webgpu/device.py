@@ -369,6 +369,9 @@ class _Mapper:
     def forget(self, asked: Any) -> None:
         """Nobody is going to wait for this one."""
 
+    def forget_all(self) -> None:
+        """Nor for any other."""
+
     def check(self) -> None:
         """Raises wgpu's own error if the device is lost."""
         self.device.create_command_encoder().finish()
@@ -468,6 +471,9 @@ class _NativeMapper(_Mapper):
 
     def forget(self, asked: Any) -> None:
         self._answers.pop(asked, None)
+
+    def forget_all(self) -> None:
+        self._answers.clear()
 
     def _look(self) -> None:
         """Hands over the answers that have come, to whichever thread waits for them."""
@@ -1122,6 +1128,7 @@ class Device:
 
     def _clear(self) -> None:
         self._pool.clear()
+        self._pool.mapper.forget_all()
         self._programs.clear()
         self.linked.clear()
 

@@ -10,6 +10,7 @@ import tempfile
 import textwrap
 import warnings
 from collections import defaultdict
+from types import SimpleNamespace
 
 import hypothesis
 import hypothesis.configuration
@@ -20,6 +21,7 @@ from promises import PROMISES
 os.environ["JAX_WEBGPU_TUNED"] = os.devnull  # what this machine was tuned to is not tested
 
 import jax_webgpu
+from jax_webgpu import device
 
 # Hypothesis draws anew each time, and keeps nothing in the checkout.
 hypothesis.settings.register_profile("here", database=None)
@@ -193,3 +195,70 @@ def run_snippet():
         return done
 
     return call
+
+
+@pytest.fixture
+def fresh(monkeypatch):
+    """Makes a device with caches of its own, bounded as given."""
+    import wgpu
+
+    def call(**bounds):
+        for name, value in bounds.items():
+            monkeypatch.setattr(device, name, value)
+        info = jax_webgpu.device_info()
+        return device.Device(wgpu.gpu.enumerate_adapters_sync()[info.index], info)
+
+    return call
+
+
+MADE = [
+    "create_bind_group_layout",
+    "create_buffer",
+    "create_buffer_with_data",
+    "create_compute_pipeline",
+    "create_pipeline_layout",
+    "create_shader_module",
+]
+
+
+@pytest.fixture
+def spied(monkeypatch):
+    """What wgpu makes and destroys from now on: bind groups by the sizes of what they bind, and
+    among the buffers those of the pool.
+    """
+    import wgpu
+
+    seen = SimpleNamespace(made=[], buffers=[], destroyed=[], bound=[])
+
+    def spy(kind, name, note):
+        original = getattr(kind, name)
+
+        def spying(self, *args, **kwargs):
+            result = original(self, *args, **kwargs)
+            note(self, result, kwargs)
+            return result
+
+        monkeypatch.setattr(kind, name, spying)
+
+    gpu = device.get()._device
+    for name in MADE:
+        spy(type(gpu), name, lambda self, result, kwargs, name=name: seen.made.append(name))
+
+    def pooled(self, buffer, kwargs):
+        if kwargs.get("label") == "jax_webgpu":
+            seen.buffers.append(buffer)
+
+    spy(type(gpu), "create_buffer", pooled)
+    spy(
+        type(gpu),
+        "create_bind_group",
+        lambda self, result, kwargs: seen.bound.extend(
+            entry["resource"]["size"] for entry in kwargs["entries"]
+        ),
+    )
+    probe = gpu.create_buffer(size=4, usage=wgpu.BufferUsage.COPY_DST)
+    seen.buffer_type = type(probe)
+    spy(seen.buffer_type, "destroy", lambda self, result, kwargs: seen.destroyed.append(self))
+    for noted in (seen.made, seen.buffers):
+        noted.clear()
+    return seen

@@ -1,10 +1,8 @@
 """The device: which adapter is taken, what is cached and pooled, what an error leaves behind."""
 
-import dataclasses
 import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +12,22 @@ import pytest
 import wgpu
 from calls import public_function
 from cases import CASES, RotaryCase, SplitCase
+from launches import (
+    KINDS,
+    PARTS,
+    X,
+    assert_split_runs,
+    constant,
+    launched,
+    planned,
+    split_x,
+    with_pass,
+)
 from test_operators import assert_right
 
 import jax_webgpu
 from jax_webgpu import capabilities, device, runtime
 from jax_webgpu.device import AdapterInfo, choose
-from jax_webgpu.plan import declarations
 from jax_webgpu.program import alone
 
 # --- the choice, on made-up machines ------------------------------------------------------------
@@ -246,118 +254,6 @@ def test_the_device_has_the_limits_of_its_adapter():
 # What a callback raises arrives as the second, or, once a call of the same jitted function has
 # succeeded, as the first: JAX's own fast path does that.
 FROM_CALLBACK = ValueError, jax.errors.JaxRuntimeError
-
-
-# --- plans run by hand --------------------------------------------------------------------------
-
-
-def planned(f, *args):
-    (plan,) = jax_webgpu.explain(f, *args)
-    return plan
-
-
-def with_pass(plan, **changes):
-    """The plan of one pass with something else in that pass."""
-    (only,) = plan.passes
-    return dataclasses.replace(plan, passes=(dataclasses.replace(only, **changes),))
-
-
-X = np.arange(7, dtype=np.uint32) + 100
-PARTS = [X[:3], X[3:]]
-
-
-def split_x(x):
-    return jax_webgpu.split(x, [3, 4])
-
-
-def launched(gpu, plan):
-    """What a plan like that of `split_x` gives for `X`."""
-    outputs = [np.full(3, 0xDEAD, np.uint32), np.full(4, 0xDEAD, np.uint32)]
-    gpu.run(alone(plan), [X.reshape(plan.inputs[0].tensor.shape)], outputs)
-    return outputs
-
-
-def assert_split_runs(gpu):
-    for actual, expected in zip(launched(gpu, planned(split_x, X)), PARTS, strict=True):
-        np.testing.assert_array_equal(actual, expected)
-
-
-def constant(value):
-    """`split_x` by other WGSL under the same label: every element of the first part is `value`."""
-    plan = planned(split_x, X)
-    names = [bound.name for bound in plan.passes[0].bindings]
-    body = "\n".join(f"  _ = &{name};" for name in names)
-    stores = "\n".join(f"  {names[1]}[{index}] = {value}u;" for index in range(3))
-    resources = declarations(plan.passes[0].bindings)
-    main = f"@compute @workgroup_size(1) fn main() {{\n{body}\n{stores}\n}}"
-    return with_pass(plan, wgsl=f"{resources}\n{main}", workgroups=(1, 1, 1))
-
-
-@pytest.fixture
-def fresh(monkeypatch):
-    """Makes a device with caches of its own, bounded as given."""
-
-    def call(**bounds):
-        for name, value in bounds.items():
-            monkeypatch.setattr(device, name, value)
-        info = jax_webgpu.device_info()
-        return device.Device(wgpu.gpu.enumerate_adapters_sync()[info.index], info)
-
-    return call
-
-
-MADE = [
-    "create_bind_group_layout",
-    "create_buffer",
-    "create_buffer_with_data",
-    "create_compute_pipeline",
-    "create_pipeline_layout",
-    "create_shader_module",
-]
-
-
-@pytest.fixture
-def spied(monkeypatch):
-    """What wgpu makes and destroys from now on: bind groups by the sizes of what they bind, and
-    among the buffers those of the pool.
-    """
-    seen = SimpleNamespace(made=[], buffers=[], destroyed=[], bound=[])
-
-    def spy(kind, name, note):
-        original = getattr(kind, name)
-
-        def spying(self, *args, **kwargs):
-            result = original(self, *args, **kwargs)
-            note(self, result, kwargs)
-            return result
-
-        monkeypatch.setattr(kind, name, spying)
-
-    gpu = device.get()._device
-    for name in MADE:
-        spy(type(gpu), name, lambda self, result, kwargs, name=name: seen.made.append(name))
-
-    def pooled(self, buffer, kwargs):
-        if kwargs.get("label") == "jax_webgpu":
-            seen.buffers.append(buffer)
-
-    spy(type(gpu), "create_buffer", pooled)
-    spy(
-        type(gpu),
-        "create_bind_group",
-        lambda self, result, kwargs: seen.bound.extend(
-            entry["resource"]["size"] for entry in kwargs["entries"]
-        ),
-    )
-    probe = gpu.create_buffer(size=4, usage=wgpu.BufferUsage.COPY_DST)
-    seen.buffer_type = type(probe)
-    spy(seen.buffer_type, "destroy", lambda self, result, kwargs: seen.destroyed.append(self))
-    for noted in (seen.made, seen.buffers):
-        noted.clear()
-    return seen
-
-
-KINDS = ("CPU", "IntegratedGPU", "DiscreteGPU", "Unknown")  # of any adapter that runs this
 
 
 # --- caches -------------------------------------------------------------------------------------
@@ -649,17 +545,6 @@ def test_an_error_while_reading_back(kind, unified, fresh, spied, monkeypatch):
     assert len(spied.buffers) == (2 if unified else 3)  # input, outputs, read-back
     assert_all_destroyed(spied)
     assert_split_runs(gpu)
-
-
-def test_a_lost_device_is_replaced(run):
-    x = jnp.arange(7)
-    jax.block_until_ready(run(split_x, x))
-    lost = device.get()
-    lost._device.destroy()
-    with pytest.raises(FROM_CALLBACK, match="lost"):
-        jax.block_until_ready(run(split_x, x))
-    oracle.assert_split(run(split_x, x), np.asarray(x), [3, 4], 0)
-    assert device.get() is not lost
 
 
 # --- sizes --------------------------------------------------------------------------------------
