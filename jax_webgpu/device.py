@@ -202,6 +202,8 @@ def _enumerate() -> "list[wgpu.GPUAdapter]":
         while instance is not _instance():
             instance = _instance()
             found = wgpu.gpu.enumerate_adapters_sync()
+        # One of OpenGL that is dropped on another thread than it came on ends the process.
+        _kept.extend(each for each in found if each.info["backend_type"] == "OpenGL")
         return list(found)
     except (RuntimeError, OSError) as error:
         raise AdapterError(f"wgpu cannot list adapters: {error}\n{_REMEDIES}") from error

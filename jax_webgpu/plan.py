@@ -151,6 +151,11 @@ def _made(resolved: Resolved, capabilities: Capabilities) -> Plan | CallError | 
         return error.with_traceback(None)
 
 
+def cache_info() -> Any:
+    """How many plans are kept and were made, as `functools.lru_cache` tells it."""
+    return _made.cache_info()
+
+
 def forget() -> None:
     """Gives back the memory of the plans that were made."""
     _made.cache_clear()
