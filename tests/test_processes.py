@@ -91,21 +91,6 @@ print(*in_child(lambda: "runs", sys.exit))
     assert status != "-14", "it hangs"
 
 
-@pytest.mark.promise("forks")
-def test_a_child_forked_before_the_first_use(run_snippet):
-    """JAX must not have been used either. The child's calls in flight are awaited at its end."""
-    done = run_snippet(
-        FORKING
-        + """
-print(*in_child(lambda: jitted(x)))
-print(*in_child(lambda: [jitted(large * i) for i in range(20)] and "many", sys.exit))
-print(jitted(x))
-""".replace("large", "np.arange(1 << 17, dtype=np.float32)")
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["[2. 3. 4. 5.] 3", "many 3", "[2. 3. 4. 5.]"]
-
-
 # --- spawned ones -------------------------------------------------------------------------------
 
 SPAWNING = """
