@@ -993,7 +993,14 @@ class Device:
                 landings[-1].memory.map("READ", landings[-1].size)
 
     def measure(
-        self, program: Program, inputs: Sequence[np.ndarray], *, sets: int, runs: int, rounds: int
+        self,
+        program: Program,
+        inputs: Sequence[np.ndarray],
+        *,
+        sets: int,
+        runs: int,
+        rounds: int,
+        warm: float = 0,
     ) -> list[float]:
         """The device's own time for a program, by timestamps, in seconds a run.
 
@@ -1002,7 +1009,8 @@ class Device:
           inputs: as for `run`.
           sets: of buffers, taken in turn, so that no run finds its data in the cache.
           runs: of the program in one submission: a single one on an idle device reads far too long.
-          rounds: measured after one that is not.
+          rounds: that are measured, after one that is not.
+          warm: seconds that such rounds take together, at least: an idle device has low clocks.
 
         Raises:
           DeviceError: the device has no timestamps, or wgpu or the driver failed.
@@ -1023,8 +1031,9 @@ class Device:
                     memories = [self._take(size, self._inner, held) for size in program.sizes]
                     self._upload(_sources(program, memories, inputs), held)
                     groups.append([self._bind_group(each, memories) for each in launches])
-                times = []
-                for _ in range(1 + rounds):
+                times = list[float]()
+                warmed, start = False, time.perf_counter()
+                while len(times) < rounds:
                     encoder = self._device.create_command_encoder(label=program.label)
                     compute = encoder.begin_compute_pass(
                         timestamp_writes={
@@ -1042,8 +1051,10 @@ class Device:
                     encoder.resolve_query_set(queries, 0, 2, ticks, 0)
                     self._submit(encoder)
                     begin, end = np.frombuffer(self._device.queue.read_buffer(ticks), np.uint64)
-                    times.append(float(end - begin) * 1e-9 / runs)
-                return times[1:]
+                    if warmed:
+                        times.append(float(end - begin) * 1e-9 / runs)
+                    warmed = time.perf_counter() - start >= warm
+                return times
             finally:
                 for memory in held:
                     memory.destroy()

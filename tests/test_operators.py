@@ -119,6 +119,30 @@ def test_case_of_the_overlays(case):
         assert_right(jax.jit(f)(*inputs), case, inputs)
 
 
+# Kinds of heads: wide vectors, with a tail of even and of odd length; halves of words, of single
+# elements, with a boundary, and a tail, in the middle of a vector.
+HEADS = ((64, 0), (128, 32), (24, 16), (20, 0), (80, 20), (90, 0), (6, 0), (20, 6), (12, 4))
+
+
+@pytest.mark.parametrize("heads", [3, 5, 8, 12])
+@pytest.mark.parametrize(("size", "dim"), HEADS)
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_heads_that_share_an_invocation(size, dim, heads, interleaved):
+    """However many fit into one, which follows from their number and from BYTES_EACH."""
+    for (rank, rows), dtype, most in zip(
+        [(3, None), (4, 11), (3, 11), (4, None)],
+        ["float32", "float16"] * 2,
+        [1, 16, 64, 256],
+        strict=True,
+    ):
+        case = RotaryCase(None, rank, 2, heads, 3, size, dim, interleaved, dtype, rows)
+        f, inputs = public_function(case), case.inputs()
+        with jax_webgpu.configure(tunables={"ON_CPU": True, "BYTES_EACH": most}):
+            (plan,) = jax_webgpu.explain(f, *inputs)
+            assert plan.variant.endswith("_items")
+            assert_right(jax.jit(f)(*inputs), case, inputs)
+
+
 @by_id(CASES)
 def test_case_on_the_engine(case):
     """Below the public functions, which may choose another variant for the same bits."""

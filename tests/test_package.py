@@ -31,6 +31,7 @@ OWN = ["jax_webgpu.RotaryEmbeddingPacked.json", "jax_webgpu.SplitPacked.json"]
 OVERLAYS = [name.replace(".json", ".overlay.json") for name in SPECS]
 OWN_SHADERS = [
     "rotary-embedding-items.wgsl.jinja",
+    "rotary-embedding-output-items.wgsl.jinja",
     "rotary-embedding-packed.wgsl.jinja",
     "split-items.wgsl.jinja",
     "split-packed.wgsl.jinja",
