@@ -141,7 +141,12 @@ def _fixed_cost(cases):
             cost = statistics.median(jitted - alone for jitted, alone in pairs)
             met = cost <= 60e-6 if id == "buffer" else None
             goal = "≤ 60 µs" if id == "buffer" else "none"
-            yield Target(f"{name}, {id} over bare", goal, f"{cost * 1e6:.0f} µs", met)
+            figure = f"{cost * 1e6:.0f} µs"
+            if id == "buffer" and "empty" in case["seconds"]:
+                pairs = zip(case["seconds"]["empty"]["all"], bare["all"], strict=True)
+                least = statistics.median(empty - alone for empty, alone in pairs)
+                figure += f", of which a callback of JAX's that does nothing {least * 1e6:.0f}"
+            yield Target(f"{name}, {id} over bare", goal, figure, met)
         goal = "≤ 0.25 ms"
         time = bare["median"]
         yield Target(f"{name}, bare", goal, f"{_ms(time)} ms", time <= 0.25e-3)
@@ -258,6 +263,7 @@ def load_targets(report):
 _COLOURS = {
     "bare": "#7fa3d1",
     "bare-fresh": "#b5cbe6",
+    "empty": "#c9c9d6",
     "buffer": "#15396b",
     "pure": "#3f6ca8",
     "xla": "#4e9a63",

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.buffer_callback import buffer_callback
 
 import jax_webgpu
 from benchmarks.onnx_session import Session, Unable, turn
@@ -25,10 +26,12 @@ class Call:
     Attributes:
       results: runs it; NumPy arrays.
       turn: `onnx_session.turn` of it.
+      run: runs it, and no more; None where that is in another process.
     """
 
     results: Callable[[], Any]
     turn: Callable[[], float]
+    run: Callable[[], Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ class Subject:
 
 def _local(run):
     """A call in this process."""
-    return Call(lambda: [np.asarray(each) for each in run()], functools.partial(turn, run))
+    return Call(lambda: [np.asarray(each) for each in run()], functools.partial(turn, run), run)
 
 
 # --- the limit, and NumPy -----------------------------------------------------------------------
@@ -198,6 +201,26 @@ def _bare(fresh, case):
     return _local(run)
 
 
+def _empty(case):
+    """The least that a call by `buffer_callback` costs: one that does nothing, and the dispatcher.
+
+    In turns, as in a call of ours, since each finds the processor's caches full of the other.
+    """
+    dispatch = _bare(False, case)
+    results = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in case.outputs]
+    nothing = _compiled(lambda *arrays: buffer_callback(_do_nothing, results)(*arrays), case)
+
+    def run():
+        nothing.run()
+        return dispatch.run()
+
+    return _local(run)
+
+
+def _do_nothing(context, outputs, *arrays):
+    pass
+
+
 # --- ONNX Runtime -------------------------------------------------------------------------------
 
 
@@ -277,6 +300,7 @@ def subjects(worker):
         ("copy", "the limit: each byte copied once in and once out by NumPy", _copy),
         ("bare", "jax_webgpu's dispatcher into arrays that are kept", _bare, False),
         ("bare-fresh", "jax_webgpu's dispatcher into new arrays", _bare, True),
+        ("empty", "the limit of the next: a buffer_callback of nothing, then the dispatcher", _empty),
         ("buffer", "jax_webgpu jitted, crossing by buffer_callback", jitted, "buffer"),
         ("pure", "jax_webgpu jitted, crossing by pure_callback", jitted, "pure"),
         ("xla", "plain jnp jitted by XLA for the CPU", _xla),
