@@ -300,7 +300,7 @@ def subjects(worker):
         ("copy", "the limit: each byte copied once in and once out by NumPy", _copy),
         ("bare", "jax_webgpu's dispatcher into arrays that are kept", _bare, False),
         ("bare-fresh", "jax_webgpu's dispatcher into new arrays", _bare, True),
-        ("empty", "the limit of the next: a buffer_callback of nothing, then the dispatcher", _empty),
+        ("empty", "the limit of `buffer`: a callback of nothing, then the dispatcher", _empty),
         ("buffer", "jax_webgpu jitted, crossing by buffer_callback", jitted, "buffer"),
         ("pure", "jax_webgpu jitted, crossing by pure_callback", jitted, "pure"),
         ("xla", "plain jnp jitted by XLA for the CPU", _xla),
