@@ -1,4 +1,4 @@
-"""Measures whole calls, host to host; or, if asked to, kernels, growth, memory or loading.
+"""Measures whole calls, host to host; or, if asked to, kernels, fusing, growth and more.
 
 `./dev bench` runs it with everything that it needs.
 """
@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import jax_webgpu
-from benchmarks import growth, host, kernels, loading, memory, report, subjects
+from benchmarks import fused, growth, host, kernels, loading, memory, report, subjects
 from benchmarks.cases import CASES, KERNEL_CASES, chosen
 
 
@@ -52,6 +52,12 @@ def _kernels(options):
     return found, text, list(report.kernel_targets(found)), report.kernel_chart
 
 
+def _fuse(options):
+    found = fused.run(options.small, options.repetitions, _say)
+    text = "\n".join(map(fused.line, found["functions"]))
+    return found, text, list(report.fuse_targets(found)), None
+
+
 def _growth(options):
     most = 2 if options.small else 1024
     found = growth.run(most, options.subjects, options.repetitions, _say)
@@ -79,6 +85,7 @@ def _options(arguments):
     parser.set_defaults(mode=_host)
     for name, mode, text in (
         ("--kernels", _kernels, "the device's own time, against a copy of as many bytes"),
+        ("--fuse", _fuse, "functions of several operators, fused and not"),
         ("--growth", _growth, "time by size, from 1 MiB to 1 GiB"),
         ("--memory", _memory, "memory at the peak of a call and over a thousand"),
         ("--load", _load, "loading of manifests and planning of calls, without a device"),
@@ -99,7 +106,7 @@ def _options(arguments):
     parser.add_argument("--peer", metavar="PYTHON", help="one that has onnxruntime-webgpu")
     options = parser.parse_args(arguments)
     options.tunables = dict(options.tunables)
-    if options.chart and options.mode in (_memory, _load):
+    if options.chart and options.mode in (_fuse, _memory, _load):
         parser.error("this mode draws no chart")
     if options.chart and not importlib.util.find_spec("matplotlib"):
         parser.error("--chart needs matplotlib: pip install '.[bench]'")

@@ -4,7 +4,7 @@ import statistics
 from collections import defaultdict
 from dataclasses import dataclass
 
-from benchmarks import growth, kernels, loading, memory
+from benchmarks import fused, growth, kernels, loading, memory
 from benchmarks.subjects import WEBGPU_PEERS
 
 OURS = ("buffer", "pure")
@@ -227,6 +227,18 @@ def growth_targets(report):
             met = None if curve["subject"] == "copy" else abs(difference) <= 0.15
             goal = "within 15 %" if met is not None else "none"
             yield Target(name, goal, f"{difference:+.0%} at {mib} MiB", met)
+
+
+def fuse_targets(report):
+    """How much faster, and the one crossing."""
+    for found in report["functions"]:
+        aim = found["aim"]
+        ratio = fused.ratio(found)
+        met = None if aim is None else ratio >= aim
+        goal = "none" if aim is None else f"≥ {aim}×"
+        yield Target(f"{found['name']}, fused", goal, f"{ratio:.2f}× as fast", met)
+        count = found["work"]["fused"]["submissions"]
+        yield Target(f"{found['name']}, crossings", "1", f"{count}", count == 1)
 
 
 def memory_targets(report):

@@ -48,8 +48,8 @@ class Subject:
         return not self.id.startswith("ort")
 
 
-def _local(run):
-    """A call in this process."""
+def local(run):
+    """The call that `run` makes in this process."""
     return Call(lambda: [np.asarray(each) for each in run()], functools.partial(turn, run), run)
 
 
@@ -83,7 +83,7 @@ def _numpy(case):
     if not case.rotary:
         (x,), call = case.inputs, case.call
         ends = np.cumsum(call.sizes)[:-1]
-        return _local(lambda: [part.copy() for part in np.split(x, ends, call.axis)])
+        return local(lambda: [part.copy() for part in np.split(x, ends, call.axis)])
     arrays, keywords = case.inputs, case.call.keywords
 
     def run():
@@ -98,7 +98,7 @@ def _numpy(case):
         out[tail] = split[tail]
         return [y]
 
-    return _local(run)
+    return local(run)
 
 
 def _heads(x, keywords):
@@ -158,7 +158,7 @@ def _compiled(function, case):
         results = jax.block_until_ready(compiled(*arrays))
         return results if isinstance(results, list | tuple) else [results]
 
-    return _local(run)
+    return local(run)
 
 
 def _xla(case):
@@ -198,7 +198,7 @@ def _bare(fresh, case):
         outputs = [np.empty(shape, dtype) for shape, dtype in wanted] if fresh else kept
         return dispatch(arrays, outputs)
 
-    return _local(run)
+    return local(run)
 
 
 def _empty(case):
@@ -214,7 +214,7 @@ def _empty(case):
         nothing.run()
         return dispatch.run()
 
-    return _local(run)
+    return local(run)
 
 
 def _do_nothing(context, outputs, *arrays):
@@ -266,7 +266,7 @@ def _session(provider, case):
 
 
 def _onnx(provider, how, case):
-    return _local(getattr(_session(provider, case), how))
+    return local(getattr(_session(provider, case), how))
 
 
 @functools.cache

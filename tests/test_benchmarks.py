@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import growth, kernels, loading, memory, report, subjects
+from benchmarks import fused, growth, kernels, loading, memory, report, subjects
 from benchmarks.__main__ import main
 from benchmarks.cases import CASES, KERNEL_CASES, chosen
 from benchmarks.onnx_session import Unable, Worker
@@ -150,6 +150,17 @@ def test_kernels():
     assert "left out" in second or kernels.share(second) > 0
     (target,) = [each for each in report.kernel_targets(found) if "other" in each.name]
     assert "rotary-90" in target.figure
+
+
+def test_fused():
+    found = fused.run(True, 2, lambda text: None)
+    assert [target.met for target in report.fuse_targets(found)].count(False) <= 1  # of the times
+    front, _, chain = found["functions"]
+    assert front["work"]["fused"]["submissions"] == 1
+    assert front["work"]["alone"]["submissions"] == 3
+    assert chain["work"]["alone"]["submissions"] == 10
+    assert chain["work"]["fused"] | {"dispatches": 10} == chain["work"]["fused"]
+    assert "3 alone" in fused.line(front)
 
 
 def test_growth():
