@@ -178,14 +178,18 @@ class _TemplateCompiler(Compiler):
         self.nesting -= 1
 
         def run(scope: dict[str, Any], output: Output) -> None:
-            output.meter.spend(cost)
-            for place, statement in steps:
-                try:
+            meter = output.meter
+            meter.left -= cost
+            if meter.left < 0:
+                meter.spend(0)
+            place = ""
+            try:
+                for place, statement in steps:  # noqa: B007
                     statement(scope, output)
-                except ExpressionError as error:
-                    raise _placed(place, error) from None
-                except RecursionError:
-                    raise ExpressionError(f"{place}: nested too deeply") from None
+            except ExpressionError as error:
+                raise _placed(place, error) from None
+            except RecursionError:
+                raise ExpressionError(f"{place}: nested too deeply") from None
 
         return run
 
@@ -204,44 +208,37 @@ class _TemplateCompiler(Compiler):
 
     def _do_output(self, node: nodes.Output) -> Statement:
         """Text and values in turn: nearly all that a template does."""
-        pieces = list[tuple[str | None, Evaluator | str, str]]()
-        written = 0
+        pieces = list[tuple[str, Evaluator, str]]()
+        """Text, the value behind it, and the value's place."""
+        text, written = "", 0
         for each in node.nodes:
             self.line = each.lineno or self.line
-            place = f"{self.template}:{self.line}"
             self.size += 1
             if isinstance(each, nodes.TemplateData):
-                pieces.append((each.data, "", place))
+                text += each.data
                 written += len(each.data)
                 continue
+            place = f"{self.template}:{self.line}"
             try:
-                printed: Evaluator | str = self.compile(each)
+                pieces.append((text, self.compile(each), place))
             except ExpressionError as error:
                 raise _placed(place, error) from None
-            if isinstance(each, nodes.Name) and self.lenient:
-                printed = each.name  # looked up on the spot: names are the most of all
-            pieces.append((None, printed, place))
+            text = ""
         self.size += written // CHARACTERS
 
         def write(scope: dict[str, Any], output: Output) -> None:
-            add, at, size = output.parts.append, "", written
+            parts, at, size = output.parts, "", 0
             try:
-                for text, printed, place in pieces:
-                    if text is not None:
-                        add(text)
-                        continue
-                    at = place
-                    if isinstance(printed, str):
-                        value = scope.get(printed, UNDEFINED)
-                    else:
-                        value = printed(scope)
+                for before, printed, at in pieces:  # noqa: B007
+                    value = printed(scope)
+                    if value.__class__ is not str:
                         if value is UNDEFINED and not self.lenient:
                             raise ExpressionError("an undefined value is printed")
-                    if value.__class__ is not str:
                         value = to_text(value)
                     size += len(value)
-                    add(value)
-                output.grow(size, size - written)
+                    parts += (before, value)
+                parts.append(text)
+                output.grow(size + written, size)
             except ExpressionError as error:
                 raise _placed(at, error) from None
 
@@ -358,22 +355,31 @@ class _TemplateCompiler(Compiler):
         required = len(names) - len(defaults)
         body = self.block(node.body)
 
+        def bind(
+            inner: dict[str, Any], positional: tuple[Any, ...], named: dict[str, Any]
+        ) -> None:
+            """Arguments by name, and those that are left out."""
+            if "caller" in named:
+                inner["caller"] = named.pop("caller")
+            if len(positional) > len(names) or (named and not named.keys() <= {*names}):
+                raise ExpressionError(f"macro {name} takes ({', '.join(names)})")
+            for index, argument in enumerate(names):
+                if index < len(positional):
+                    inner[argument] = positional[index]
+                elif argument in named:
+                    inner[argument] = named[argument]
+                elif index >= required:
+                    inner[argument] = defaults[index - required](inner)
+                else:
+                    inner[argument] = UNDEFINED
+
         def make(scope: dict[str, Any], output: Output) -> Callable[..., str]:
             def macro(*positional: Any, **named: Any) -> str:
                 inner = dict(scope)
-                if "caller" in named:
-                    inner["caller"] = named.pop("caller")
-                if len(positional) > len(names) or (named and not named.keys() <= {*names}):
-                    raise ExpressionError(f"macro {name} takes ({', '.join(names)})")
-                for index, argument in enumerate(names):
-                    if index < len(positional):
-                        inner[argument] = positional[index]
-                    elif argument in named:
-                        inner[argument] = named[argument]
-                    elif index >= required:
-                        inner[argument] = defaults[index - required](inner)
-                    else:
-                        inner[argument] = UNDEFINED
+                if named or len(positional) != len(names):
+                    bind(inner, positional, named)
+                else:
+                    inner.update(zip(names, positional, strict=True))
                 output.meter.spend(_CALL)
                 output.calls += 1
                 if output.calls > MAX_CALLS:
