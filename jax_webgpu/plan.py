@@ -239,12 +239,16 @@ def render(
     capabilities: Capabilities,
     *,
     strict: bool = False,
-) -> str:
-    """The WGSL of a pass; `names` is its whole scope, `strict` as in `Template.render`."""
+) -> tuple[str, str]:
+    """The WGSL of a pass, and what it is without comments.
+
+    `names` is the pass's whole scope, `strict` as in `Template.render`.
+    """
     declared = {"resourceDeclarations": declarations(bindings)}
     env = {"wgsl": declared, "device": capabilities.as_scope()}
     text = need_unicode(template.render({**names, "env": env}, strict=strict))
-    return "enable f16;\n" + text if wgsl.lacks_f16(wgsl.code(text)) else text
+    code = wgsl.code(text)
+    return "enable f16;\n" + text if wgsl.lacks_f16(code) else text, code
 
 
 class _Planner:
@@ -484,10 +488,10 @@ class _Step:
 
     def _render(self, bindings: tuple[Bound, ...]) -> str:
         planner = self.planner
-        text = render(
+        text, code = render(
             self.template, bindings, self.names, planner.capabilities, strict=planner.strict
         )
-        declared = wgsl.workgroup_size(wgsl.code(text))
+        declared = wgsl.workgroup_size(code)
         for axis, size in zip("XYZ", declared, strict=False):
             self._check("workgroup size", size, f"maxComputeWorkgroupSize{axis}")
         invocations = math.prod(declared)
