@@ -292,7 +292,7 @@ class Compiler:
 
         def member(scope: Scope) -> Any:
             container = of(scope)
-            if container.__class__ is dict:
+            if isinstance(container, dict):
                 return container.get(key, UNDEFINED)
             return lookup(container, key)
 

@@ -305,10 +305,10 @@ class _Planner:
             count = _whole(value, f"{entry.id}: the repeat count")
             if count > MAX_PASSES:
                 raise ExpressionError(f"{entry.id}: more than {MAX_PASSES} passes")
+            around = {**loops, f"{entry.index}_count": count}
             for index in range(count):
                 yield None, loops
-                turn = {entry.index: index, f"{entry.index}_count": count}
-                inside = {**loops, "repeat": {"index": index, "count": count}, **turn}
+                inside = {**around, "repeat": {"index": index, "count": count}, entry.index: index}
                 yield from self._unrolled(entry.passes, inside)
 
     def bind(self, binding: Binding, names: Mapping[str, Any]) -> Bound:
@@ -465,6 +465,8 @@ class _Step:
     def _bind(self, binding: Binding) -> Bound:
         if binding.struct is not None:
             bound = self._bind_struct(binding, binding.struct)
+            if self.last is not None:  # as large as in the last turn
+                return bound
         else:
             bound = self.planner.bind(binding, self.names)
         kind = "Uniform" if bound.buffer == "uniform" else "Storage"

@@ -51,13 +51,12 @@ class Output:
 
     def write(self, text: str) -> None:
         self.parts.append(text)
-        self.grow(len(text), len(text))
+        self.size += len(text)
+        self.check(len(text))
 
-    def grow(self, size: int, values: int) -> None:
-        """Counts text that was written, of which so much were values."""
-        self.size += size
-        if values > CHARACTERS:
-            self.meter.spend(values // CHARACTERS)
+    def check(self, values: int) -> None:
+        """Counts the values that were written, so many characters, and looks at the size of all."""
+        self.meter.spend(values // CHARACTERS)
         if self.size > MAX_TEXT:
             raise ExpressionError(f"a text of more than {MAX_TEXT} characters")
 
@@ -208,8 +207,8 @@ class _TemplateCompiler(Compiler):
 
     def _do_output(self, node: nodes.Output) -> Statement:
         """Text and values in turn: nearly all that a template does."""
-        pieces = list[tuple[str, Evaluator, str]]()
-        """Text, the value behind it, and the value's place."""
+        pieces = list[tuple[str, Evaluator | str, str]]()
+        """Text, the value behind it or its name, and the value's place."""
         text, written = "", 0
         for each in node.nodes:
             self.line = each.lineno or self.line
@@ -220,9 +219,12 @@ class _TemplateCompiler(Compiler):
                 continue
             place = f"{self.template}:{self.line}"
             try:
-                pieces.append((text, self.compile(each), place))
+                printed: Evaluator | str = self.compile(each)
             except ExpressionError as error:
                 raise _placed(place, error) from None
+            if isinstance(each, nodes.Name) and self.lenient:
+                printed = each.name  # looked up on the spot: names are the most of all
+            pieces.append((text, printed, place))
             text = ""
         self.size += written // CHARACTERS
 
@@ -230,7 +232,10 @@ class _TemplateCompiler(Compiler):
             parts, at, size = output.parts, "", 0
             try:
                 for before, printed, at in pieces:  # noqa: B007
-                    value = printed(scope)
+                    if isinstance(printed, str):
+                        value = scope.get(printed, UNDEFINED)
+                    else:
+                        value = printed(scope)
                     if value.__class__ is not str:
                         if value is UNDEFINED and not self.lenient:
                             raise ExpressionError("an undefined value is printed")
@@ -238,7 +243,9 @@ class _TemplateCompiler(Compiler):
                     size += len(value)
                     parts += (before, value)
                 parts.append(text)
-                output.grow(size + written, size)
+                output.size += written + size
+                if output.size > MAX_TEXT or size > CHARACTERS:
+                    output.check(size)
             except ExpressionError as error:
                 raise _placed(at, error) from None
 
@@ -252,7 +259,8 @@ class _TemplateCompiler(Compiler):
 
         def choose(scope: dict[str, Any], output: Output) -> None:
             for test, body in branches:
-                if truthy(test(scope)):
+                value = test(scope)
+                if value is True or truthy(value):
                     return body(scope, output)
             return otherwise(scope, output)
 
