@@ -8,7 +8,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from jax_webgpu import dtypes, uniforms, variants, wgsl
 from jax_webgpu.capabilities import Capabilities
@@ -61,8 +61,8 @@ class Buffer:
         return -(-math.prod(self.tensor.shape) * self.dtype.bytes // 4) * 4
 
 
-@dataclass(frozen=True)
-class Bound:
+# Tuples, because a call may have thousands of these, and frozen dataclasses take thrice as long.
+class Bound(NamedTuple):
     """One entry of a pass's bind group and the declaration that belongs to it."""
 
     name: str
@@ -79,8 +79,7 @@ class Bound:
     """The members of a struct, padding included."""
 
 
-@dataclass(frozen=True)
-class PassPlan:
+class PassPlan(NamedTuple):
     """One dispatch."""
 
     label: str
