@@ -6,6 +6,7 @@ have thousands of expressions. A test holds the two against each other.
 
 import re
 import warnings
+from collections.abc import Iterable
 from typing import Any, NoReturn, TypeVar
 
 from jinja2 import lexer, nodes
@@ -19,6 +20,7 @@ MAX_LENGTH = 1 << 16
 
 N = TypeVar("N", bound=nodes.Node)
 
+
 def _without_groups(pattern: str) -> str:
     return re.sub(r"(?<!\\)\((?!\?)", "(?:", pattern)
 
@@ -29,11 +31,11 @@ _FLOAT, _INTEGER, _STRING, _OPERATOR = (
     _without_groups(each.pattern)
     for each in (lexer.float_re, lexer.integer_re, lexer.string_re, lexer.operator_re)
 )
-_TOKEN = re.compile(rf"(?ix:{_FLOAT})|(?ix:{_INTEGER})|\w+|(?s:{_STRING})|{_OPERATOR}|\S")
+TOKEN = re.compile(rf"(?ix:{_FLOAT})|(?ix:{_INTEGER})|\w+|(?s:{_STRING})|{_OPERATOR}|\S")
 
 _NUMBERS = {"integer": re.compile(_INTEGER, re.I | re.X), "float": re.compile(_FLOAT, re.I | re.X)}
 
-_CONSTANTS = {"true": True, "True": True, "false": False, "False": False, "none": None,
+CONSTANTS = {"true": True, "True": True, "false": False, "False": False, "none": None,
               "None": None}  # fmt: skip
 _COMPARED = {"==": "eq", "!=": "ne", "<": "lt", "<=": "lteq", ">": "gt", ">=": "gteq"}
 _COMPARED_BY_WORD = {"in": "in", "not in": "notin"}
@@ -61,14 +63,14 @@ def parse(text: str) -> nodes.Expr:
     """Parses one expression; raises `ExpressionError` where it is none."""
     if len(text) > MAX_LENGTH:
         raise ExpressionError(f"an expression of {len(text):,} characters; at most {MAX_LENGTH:,}")
-    parser = _Parser(text)
+    parser = Parser(text, TOKEN.findall(text))
     node = parser.conditional()
     if parser.kind != "end":
         parser.unexpected()
     return node
 
 
-def _node(kind: type[N], **fields: Any) -> N:
+def make(kind: type[N], **fields: Any) -> N:
     """A node; Jinja's own constructor would take most of the time of parsing."""
     node = kind.__new__(kind)
     node.__dict__ = fields
@@ -85,37 +87,34 @@ def _unescaped(text: str) -> str:
         return text.encode("ascii", "backslashreplace").decode("unicode-escape")
 
 
-class _Parser:
-    """A recursive descent; operators by their precedence."""
+class Parser:
+    """A recursive descent; operators by their precedence.
 
-    def __init__(self, text: str):
+    Args:
+      text: as messages show it.
+      tokens: of the text; the kind of an operator or a word is itself.
+    """
+
+    def __init__(self, text: str, tokens: Iterable[str]):
         self.text = text
-        self.tokens = self._tokens()
+        self.tokens = [(_FIXED.get(token) or self._kind(token), token) for token in tokens]
+        self.tokens.append(("end", ""))
         self.at = -1
         self.depth = 0
         self.advance()
 
-    def _tokens(self) -> list[tuple[str, str]]:
-        """Kind and text of each token; the kind of an operator or a word is itself."""
-        found = list[tuple[str, str]]()
-        for value in _TOKEN.findall(self.text):
-            kind = _FIXED.get(value)
-            if kind is None:
-                kind = "name" if value.isidentifier() else self._literal(value)
-            found.append((kind, value))
-        found.append(("end", ""))
-        return found
-
-    def _literal(self, value: str) -> str:
-        """The kind of a token that is no operator and no name."""
-        if value[0] in "'\"" and len(value) > 1:
+    def _kind(self, token: str) -> str:
+        """The kind of a token that is no operator and no word."""
+        if token.isidentifier():
+            return "name"
+        if token[0] in "'\"" and len(token) > 1:
             return "string"
         for kind, pattern in _NUMBERS.items():
-            if pattern.fullmatch(value):
+            if pattern.fullmatch(token):
                 return kind
-        if re.match(r"\w", value):
-            raise ExpressionError(f"Invalid character in identifier {value!r} in `{self.text}`")
-        raise ExpressionError(f"unexpected {value!r} in `{self.text}`")
+        if re.match(r"\w", token):
+            raise ExpressionError(f"Invalid character in identifier {token!r} in `{self.text}`")
+        raise ExpressionError(f"unexpected {token!r} in `{self.text}`")
 
     def advance(self) -> None:
         self.at += 1
@@ -159,7 +158,7 @@ class _Parser:
         while self.skip("if"):
             test = self.operation(0)
             other = self.conditional() if self.skip("else") else None
-            node = _node(nodes.CondExpr, test=test, expr1=node, expr2=other)
+            node = make(nodes.CondExpr, test=test, expr1=node, expr2=other)
         self.depth -= 1
         return node
 
@@ -168,7 +167,7 @@ class _Parser:
         if self.kind == "not" and least <= _NOT:
             self.deeper()
             self.advance()
-            node: nodes.Expr = _node(nodes.Not, node=self.operation(_NOT))
+            node: nodes.Expr = make(nodes.Not, node=self.operation(_NOT))
             self.depth -= 1
         else:
             node = self.unary()
@@ -185,13 +184,13 @@ class _Parser:
                 parts = [node]
                 while self.skip("~"):
                     parts.append(self.operation(level + 1))
-                node = _node(nodes.Concat, nodes=parts)
+                node = make(nodes.Concat, nodes=parts)
             elif operator in _REFUSED:
                 raise ExpressionError(f"{_REFUSED[operator]} is not in the manifest format")
             else:
                 self.advance()
                 right = self.operation(level + 1)
-                node = _node(_BINARY[operator], left=node, right=right)
+                node = make(_BINARY[operator], left=node, right=right)
 
     def operator(self) -> str:
         if self.kind == "not" and self.tokens[self.at + 1][0] == "in":
@@ -204,18 +203,18 @@ class _Parser:
             operator = self.operator()
             name = _COMPARED.get(operator) or _COMPARED_BY_WORD.get(operator)
             if name is None:
-                return _node(nodes.Compare, expr=left, ops=ops)
+                return make(nodes.Compare, expr=left, ops=ops)
             self.advance()
             if operator == "not in":
                 self.advance()
-            ops.append(_node(nodes.Operand, op=name, expr=self.operation(_LEVELS[operator] + 1)))
+            ops.append(make(nodes.Operand, op=name, expr=self.operation(_LEVELS[operator] + 1)))
 
     def unary(self, with_filter: bool = True) -> nodes.Expr:
         if self.kind in ("-", "+"):
             kind = nodes.Neg if self.kind == "-" else nodes.Pos
             self.deeper()
             self.advance()
-            node: nodes.Expr = _node(kind, node=self.unary(with_filter=False))
+            node: nodes.Expr = make(kind, node=self.unary(with_filter=False))
             self.depth -= 1
         else:
             node = self.primary()
@@ -230,21 +229,21 @@ class _Parser:
         kind, value = self.kind, self.value
         if kind == "name" or kind in _WORDS:
             self.advance()
-            if value in _CONSTANTS:
-                return _node(nodes.Const, value=_CONSTANTS[value])
-            return _node(nodes.Name, name=value, ctx="load")
+            if value in CONSTANTS:
+                return make(nodes.Const, value=CONSTANTS[value])
+            return make(nodes.Name, name=value, ctx="load")
         if kind == "integer":
             self.advance()
-            return _node(nodes.Const, value=int(value.replace("_", ""), 0))
+            return make(nodes.Const, value=int(value.replace("_", ""), 0))
         if kind == "float":
             self.advance()
-            return _node(nodes.Const, value=float(value.replace("_", "")))
+            return make(nodes.Const, value=float(value.replace("_", "")))
         if kind == "string":
             parts = []
             while self.kind == "string":
                 parts.append(_unescaped(self.value[1:-1]))
                 self.advance()
-            return _node(nodes.Const, value="".join(parts))
+            return make(nodes.Const, value="".join(parts))
         if kind == "(":
             return self.parenthesised()
         if kind == "[":
@@ -252,15 +251,15 @@ class _Parser:
             items = list[nodes.Expr]()
             while self.more(items, "]"):
                 items.append(self.conditional())
-            return _node(nodes.List, items=items)
+            return make(nodes.List, items=items)
         if kind == "{":
             self.advance()
             pairs = list[nodes.Pair]()
             while self.more(pairs, "}"):
                 key = self.conditional()
                 self.expect(":")
-                pairs.append(_node(nodes.Pair, key=key, value=self.conditional()))
-            return _node(nodes.Dict, items=pairs)
+                pairs.append(make(nodes.Pair, key=key, value=self.conditional()))
+            return make(nodes.Dict, items=pairs)
         self.unexpected()
 
     def more(self, before: list[Any], closing: str) -> bool:
@@ -286,7 +285,7 @@ class _Parser:
         return (
             items[0]
             if len(items) == 1 and not comma
-            else (_node(nodes.Tuple, items=items, ctx="load"))
+            else (make(nodes.Tuple, items=items, ctx="load"))
         )
 
     def postfix(self, node: nodes.Expr) -> nodes.Expr:
@@ -294,15 +293,15 @@ class _Parser:
             if self.kind == ".":
                 self.advance()
                 if self.kind == "integer":
-                    index = _node(nodes.Const, value=int(self.value.replace("_", ""), 0))
+                    index = make(nodes.Const, value=int(self.value.replace("_", ""), 0))
                     self.advance()
-                    node = _node(nodes.Getitem, node=node, arg=index, ctx="load")
+                    node = make(nodes.Getitem, node=node, arg=index, ctx="load")
                 else:
-                    node = _node(nodes.Getattr, node=node, attr=self.name(), ctx="load")
+                    node = make(nodes.Getattr, node=node, attr=self.name(), ctx="load")
             elif self.kind == "[":
                 node = self.subscript(node)
             elif self.kind == "(":
-                node = _node(nodes.Call, node=node, **self.arguments())
+                node = make(nodes.Call, node=node, **self.arguments())
             else:
                 return node
 
@@ -313,8 +312,8 @@ class _Parser:
             if parts:
                 self.expect(",")
             parts.append(self.part())
-        arg = parts[0] if len(parts) == 1 else _node(nodes.Tuple, items=parts, ctx="load")
-        return _node(nodes.Getitem, node=node, arg=arg, ctx="load")
+        arg = parts[0] if len(parts) == 1 else make(nodes.Tuple, items=parts, ctx="load")
+        return make(nodes.Getitem, node=node, arg=arg, ctx="load")
 
     def part(self) -> nodes.Expr:
         """An index or a slice."""
@@ -327,7 +326,7 @@ class _Parser:
         for index in (1, 2):
             if self.skip(":") and self.kind not in (":", "]", ","):
                 bounds[index] = self.conditional()
-        return _node(nodes.Slice, start=bounds[0], stop=bounds[1], step=bounds[2])
+        return make(nodes.Slice, start=bounds[0], stop=bounds[1], step=bounds[2])
 
     def arguments(self) -> dict[str, Any]:
         """Of a call or a filter: by position, then by name."""
@@ -339,7 +338,7 @@ class _Parser:
             if self.tokens[self.at + 1 : self.at + 2] == [("=", "=")]:
                 key = self.name()
                 self.advance()
-                named.append(_node(nodes.Keyword, key=key, value=self.conditional()))
+                named.append(make(nodes.Keyword, key=key, value=self.conditional()))
             elif named:
                 self.unexpected()
             else:
@@ -351,11 +350,11 @@ class _Parser:
         while True:
             if self.skip("|"):
                 name = self.dotted()
-                node = _node(nodes.Filter, node=node, name=name, **self.arguments_if_any())
+                node = make(nodes.Filter, node=node, name=name, **self.arguments_if_any())
             elif self.skip("is"):
                 node = self.test(node)
             elif self.kind == "(":
-                node = _node(nodes.Call, node=node, **self.arguments())
+                node = make(nodes.Call, node=node, **self.arguments())
             else:
                 return node
 
@@ -379,8 +378,8 @@ class _Parser:
             if self.kind == "is":
                 raise ExpressionError("You cannot chain multiple tests with is")
             given["args"] = [self.postfix(self.primary())]
-        node = _node(nodes.Test, node=node, name=name, **given)
-        return _node(nodes.Not, node=node) if negated else node
+        node = make(nodes.Test, node=node, name=name, **given)
+        return make(nodes.Not, node=node) if negated else node
 
 
 # Names that are operators in their places.

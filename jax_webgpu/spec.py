@@ -604,7 +604,7 @@ class _Reader:
             when=self.clauses(keys, "when"),
             demote_when=self.clauses(keys, "demoteWhen"),
             superseded_by=tuple(each.text() for each in keys.elements("supersededBy")),
-            requires=_merged(self.requires, _requires(keys)),
+            requires=merged(self.requires, _requires(keys)),
             tunables=tuple(_tunables(keys).items()),
             derive=derive,
             intermediates=tuple(scratch.values()),
@@ -833,7 +833,7 @@ def _requires(keys: Object) -> Requires:
     )
 
 
-def _merged(first: Requires, second: Requires) -> Requires:
+def merged(first: Requires, second: Requires) -> Requires:
     """A manifest's and a variant's requirements together; a limit takes the larger."""
     limits = dict(first.limits)
     for name, value in second.limits:

@@ -5,15 +5,13 @@ inheritance are not in the manifest format. Running a template is bounded in ste
 """
 
 import functools
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import jinja2
 from jinja2 import nodes
 
-from jax_webgpu import values
+from jax_webgpu import template_grammar, values
 from jax_webgpu.errors import ExpressionError
 from jax_webgpu.expressions import Compiler, Evaluator
 from jax_webgpu.values import (
@@ -106,21 +104,15 @@ class Template:
 def parse(name: str, source: str) -> Template:
     """Parses a template; raises `ExpressionError` with template name and line."""
     try:
-        with warnings.catch_warnings(action="ignore"):  # of escapes that Python does not know
-            template = Template(name, source, _environment.parse(source).body)
+        template = Template(name, source, template_grammar.parse(name, source))
         _ = template.reads  # compiled here, for its errors
         return template
     except ExpressionError:
         raise
-    except jinja2.TemplateSyntaxError as error:
-        raise ExpressionError(f"{name}:{error.lineno}: {error.message}") from None
     except RecursionError:
         raise ExpressionError(f"{name}: nested too deeply") from None
     except ValueError as error:  # a number of thousands of digits
         raise ExpressionError(f"{name}: {error}") from None
-
-
-_environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, optimized=False)
 
 
 def _range(*bounds: Any) -> range:
@@ -363,9 +355,7 @@ class _TemplateCompiler(Compiler):
         required = len(names) - len(defaults)
         body = self.block(node.body)
 
-        def bind(
-            inner: dict[str, Any], positional: tuple[Any, ...], named: dict[str, Any]
-        ) -> None:
+        def bind(inner: dict[str, Any], positional: tuple[Any, ...], named: dict[str, Any]) -> None:
             """Arguments by name, and those that are left out."""
             if "caller" in named:
                 inner["caller"] = named.pop("caller")
