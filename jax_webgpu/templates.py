@@ -1,4 +1,4 @@
-"""WGSL templates: parsed by Jinja2, run by the same evaluator as expressions.
+"""WGSL templates: parsed to Jinja's trees, run by the same evaluator as expressions.
 
 The statements are Jinja's (output, if, for, set, macro, call, with); imports, includes and
 inheritance are not in the manifest format. Running a template is bounded in steps and in text.
@@ -69,18 +69,14 @@ class Template:
 
     name: str
     source: str
-    body: list[nodes.Node] = field(compare=False, repr=False)
-
-    @functools.cached_property
-    def _compiled(self) -> tuple[Statement, frozenset[str]]:
-        compiler = _TemplateCompiler(self.name, lenient=True)
-        run = compiler.block(self.body)
-        return run, frozenset(compiler.names | compiler.tested | compiler.derived)
+    _run: Statement = field(compare=False, repr=False)
+    reads: frozenset[str] = field(compare=False, repr=False)
+    """The names that it may read, its own among them; see `Expression.reads`."""
 
     @property
-    def reads(self) -> frozenset[str]:
-        """The names that it may read, its own among them; see `Expression.reads`."""
-        return self._compiled[1]
+    def body(self) -> list[nodes.Node]:
+        """Its statements, parsed again: what is kept of them is what they do."""
+        return template_grammar.parse(self.name, self.source)
 
     @functools.cached_property
     def _strict(self) -> Statement:
@@ -97,16 +93,17 @@ class Template:
         # Loops and macros copy the scope: it holds what the template may read and no more.
         wanted = {name: known[name] for name in (*self.reads, METER) if name in known}
         output = Output(known[METER])
-        (self._strict if strict else self._compiled[0])(wanted, output)
+        (self._strict if strict else self._run)(wanted, output)
         return "".join(output.parts)
 
 
 def parse(name: str, source: str) -> Template:
     """Parses a template; raises `ExpressionError` with template name and line."""
     try:
-        template = Template(name, source, template_grammar.parse(name, source))
-        _ = template.reads  # compiled here, for its errors
-        return template
+        compiler = _TemplateCompiler(name, lenient=True)
+        run = compiler.block(template_grammar.parse(name, source))
+        reads = frozenset(compiler.names | compiler.tested | compiler.derived)
+        return Template(name, source, run, reads)
     except ExpressionError:
         raise
     except RecursionError:
