@@ -155,7 +155,8 @@ class Parser:
     def conditional(self) -> nodes.Expr:
         self.deeper()
         node = self.operation(0)
-        while self.skip("if"):
+        while self.kind == "if":
+            self.advance()
             test = self.operation(0)
             other = self.conditional() if self.skip("else") else None
             node = make(nodes.CondExpr, test=test, expr1=node, expr2=other)
