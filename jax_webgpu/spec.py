@@ -138,6 +138,8 @@ class Dispatch:
 
 @dataclass(frozen=True)
 class Pass:
+    """One dispatch, or one a turn in a repeat group."""
+
     id: str
     name: str
     shader: str
@@ -177,6 +179,8 @@ class Intermediate:
 
 @dataclass(frozen=True)
 class Requires:
+    """What a device must have."""
+
     features: tuple[str, ...] = ()
     limits: tuple[tuple[str, int], ...] = ()
     subgroup_min_size: int | None = None
@@ -185,6 +189,8 @@ class Requires:
 
 @dataclass(frozen=True)
 class Variant:
+    """One way to compute the operator."""
+
     id: str
     priority: float
     when: tuple[Expression, ...]
