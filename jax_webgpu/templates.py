@@ -292,7 +292,7 @@ class _TemplateCompiler(Compiler):
         return loop
 
     def _do_assign(self, node: nodes.Assign) -> Statement:
-        self.sets += 1
+        self.sets += not isinstance(node.target, nodes.NSRef)
         value, assign = self.compile(node.node), self._target(node.target)
         return lambda scope, output: assign(scope, value(scope))
 
