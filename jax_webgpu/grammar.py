@@ -6,7 +6,6 @@ have thousands of expressions. A test holds the two against each other.
 
 import re
 import warnings
-from collections.abc import Iterable
 from typing import Any, NoReturn, TypeVar
 
 from jinja2 import lexer, nodes
@@ -31,11 +30,11 @@ _FLOAT, _INTEGER, _STRING, _OPERATOR = (
     _without_groups(each.pattern)
     for each in (lexer.float_re, lexer.integer_re, lexer.string_re, lexer.operator_re)
 )
-TOKEN = re.compile(rf"(?ix:{_FLOAT})|(?ix:{_INTEGER})|\w+|(?s:{_STRING})|{_OPERATOR}|\S")
+_TOKEN = re.compile(rf"(?ix:{_FLOAT})|(?ix:{_INTEGER})|\w+|(?s:{_STRING})|{_OPERATOR}|\S")
 
 _NUMBERS = {"integer": re.compile(_INTEGER, re.I | re.X), "float": re.compile(_FLOAT, re.I | re.X)}
 
-CONSTANTS = {"true": True, "True": True, "false": False, "False": False, "none": None,
+_CONSTANTS = {"true": True, "True": True, "false": False, "False": False, "none": None,
               "None": None}  # fmt: skip
 _COMPARED = {"==": "eq", "!=": "ne", "<": "lt", "<=": "lteq", ">": "gt", ">=": "gteq"}
 _COMPARED_BY_WORD = {"in": "in", "not in": "notin"}
@@ -63,14 +62,14 @@ def parse(text: str) -> nodes.Expr:
     """Parses one expression; raises `ExpressionError` where it is none."""
     if len(text) > MAX_LENGTH:
         raise ExpressionError(f"an expression of {len(text):,} characters; at most {MAX_LENGTH:,}")
-    parser = Parser(text, TOKEN.findall(text))
+    parser = _Parser(text)
     node = parser.conditional()
     if parser.kind != "end":
         parser.unexpected()
     return node
 
 
-def make(kind: type[N], **fields: Any) -> N:
+def _node(kind: type[N], **fields: Any) -> N:
     """A node; Jinja's own constructor would take most of the time of parsing."""
     node = kind.__new__(kind)
     node.__dict__ = fields
@@ -87,34 +86,37 @@ def _unescaped(text: str) -> str:
         return text.encode("ascii", "backslashreplace").decode("unicode-escape")
 
 
-class Parser:
-    """A recursive descent; operators by their precedence.
+class _Parser:
+    """A recursive descent; operators by their precedence."""
 
-    Args:
-      text: as messages show it.
-      tokens: of the text; the kind of an operator or a word is itself.
-    """
-
-    def __init__(self, text: str, tokens: Iterable[str]):
+    def __init__(self, text: str):
         self.text = text
-        self.tokens = [(_FIXED.get(token) or self._kind(token), token) for token in tokens]
-        self.tokens.append(("end", ""))
+        self.tokens = self._tokens()
         self.at = -1
         self.depth = 0
         self.advance()
 
-    def _kind(self, token: str) -> str:
-        """The kind of a token that is no operator and no word."""
-        if token.isidentifier():
-            return "name"
-        if token[0] in "'\"" and len(token) > 1:
+    def _tokens(self) -> list[tuple[str, str]]:
+        """Kind and text of each token; the kind of an operator or a word is itself."""
+        found = list[tuple[str, str]]()
+        for value in _TOKEN.findall(self.text):
+            kind = _FIXED.get(value)
+            if kind is None:
+                kind = "name" if value.isidentifier() else self._literal(value)
+            found.append((kind, value))
+        found.append(("end", ""))
+        return found
+
+    def _literal(self, value: str) -> str:
+        """The kind of a token that is no operator and no name."""
+        if value[0] in "'\"" and len(value) > 1:
             return "string"
         for kind, pattern in _NUMBERS.items():
-            if pattern.fullmatch(token):
+            if pattern.fullmatch(value):
                 return kind
-        if re.match(r"\w", token):
-            raise ExpressionError(f"Invalid character in identifier {token!r} in `{self.text}`")
-        raise ExpressionError(f"unexpected {token!r} in `{self.text}`")
+        if re.match(r"\w", value):
+            raise ExpressionError(f"Invalid character in identifier {value!r} in `{self.text}`")
+        raise ExpressionError(f"unexpected {value!r} in `{self.text}`")
 
     def advance(self) -> None:
         self.at += 1
@@ -159,7 +161,7 @@ class Parser:
             self.advance()
             test = self.operation(0)
             other = self.conditional() if self.skip("else") else None
-            node = make(nodes.CondExpr, test=test, expr1=node, expr2=other)
+            node = _node(nodes.CondExpr, test=test, expr1=node, expr2=other)
         self.depth -= 1
         return node
 
@@ -168,7 +170,7 @@ class Parser:
         if self.kind == "not" and least <= _NOT:
             self.deeper()
             self.advance()
-            node: nodes.Expr = make(nodes.Not, node=self.operation(_NOT))
+            node: nodes.Expr = _node(nodes.Not, node=self.operation(_NOT))
             self.depth -= 1
         else:
             node = self.unary()
@@ -185,13 +187,13 @@ class Parser:
                 parts = [node]
                 while self.skip("~"):
                     parts.append(self.operation(level + 1))
-                node = make(nodes.Concat, nodes=parts)
+                node = _node(nodes.Concat, nodes=parts)
             elif operator in _REFUSED:
                 raise ExpressionError(f"{_REFUSED[operator]} is not in the manifest format")
             else:
                 self.advance()
                 right = self.operation(level + 1)
-                node = make(_BINARY[operator], left=node, right=right)
+                node = _node(_BINARY[operator], left=node, right=right)
 
     def operator(self) -> str:
         if self.kind == "not" and self.tokens[self.at + 1][0] == "in":
@@ -204,18 +206,18 @@ class Parser:
             operator = self.operator()
             name = _COMPARED.get(operator) or _COMPARED_BY_WORD.get(operator)
             if name is None:
-                return make(nodes.Compare, expr=left, ops=ops)
+                return _node(nodes.Compare, expr=left, ops=ops)
             self.advance()
             if operator == "not in":
                 self.advance()
-            ops.append(make(nodes.Operand, op=name, expr=self.operation(_LEVELS[operator] + 1)))
+            ops.append(_node(nodes.Operand, op=name, expr=self.operation(_LEVELS[operator] + 1)))
 
     def unary(self, with_filter: bool = True) -> nodes.Expr:
         if self.kind in ("-", "+"):
             kind = nodes.Neg if self.kind == "-" else nodes.Pos
             self.deeper()
             self.advance()
-            node: nodes.Expr = make(kind, node=self.unary(with_filter=False))
+            node: nodes.Expr = _node(kind, node=self.unary(with_filter=False))
             self.depth -= 1
         else:
             node = self.primary()
@@ -230,21 +232,21 @@ class Parser:
         kind, value = self.kind, self.value
         if kind == "name" or kind in _WORDS:
             self.advance()
-            if value in CONSTANTS:
-                return make(nodes.Const, value=CONSTANTS[value])
-            return make(nodes.Name, name=value, ctx="load")
+            if value in _CONSTANTS:
+                return _node(nodes.Const, value=_CONSTANTS[value])
+            return _node(nodes.Name, name=value, ctx="load")
         if kind == "integer":
             self.advance()
-            return make(nodes.Const, value=int(value.replace("_", ""), 0))
+            return _node(nodes.Const, value=int(value.replace("_", ""), 0))
         if kind == "float":
             self.advance()
-            return make(nodes.Const, value=float(value.replace("_", "")))
+            return _node(nodes.Const, value=float(value.replace("_", "")))
         if kind == "string":
             parts = []
             while self.kind == "string":
                 parts.append(_unescaped(self.value[1:-1]))
                 self.advance()
-            return make(nodes.Const, value="".join(parts))
+            return _node(nodes.Const, value="".join(parts))
         if kind == "(":
             return self.parenthesised()
         if kind == "[":
@@ -252,15 +254,15 @@ class Parser:
             items = list[nodes.Expr]()
             while self.more(items, "]"):
                 items.append(self.conditional())
-            return make(nodes.List, items=items)
+            return _node(nodes.List, items=items)
         if kind == "{":
             self.advance()
             pairs = list[nodes.Pair]()
             while self.more(pairs, "}"):
                 key = self.conditional()
                 self.expect(":")
-                pairs.append(make(nodes.Pair, key=key, value=self.conditional()))
-            return make(nodes.Dict, items=pairs)
+                pairs.append(_node(nodes.Pair, key=key, value=self.conditional()))
+            return _node(nodes.Dict, items=pairs)
         self.unexpected()
 
     def more(self, before: list[Any], closing: str) -> bool:
@@ -286,7 +288,7 @@ class Parser:
         return (
             items[0]
             if len(items) == 1 and not comma
-            else (make(nodes.Tuple, items=items, ctx="load"))
+            else (_node(nodes.Tuple, items=items, ctx="load"))
         )
 
     def postfix(self, node: nodes.Expr) -> nodes.Expr:
@@ -294,15 +296,15 @@ class Parser:
             if self.kind == ".":
                 self.advance()
                 if self.kind == "integer":
-                    index = make(nodes.Const, value=int(self.value.replace("_", ""), 0))
+                    index = _node(nodes.Const, value=int(self.value.replace("_", ""), 0))
                     self.advance()
-                    node = make(nodes.Getitem, node=node, arg=index, ctx="load")
+                    node = _node(nodes.Getitem, node=node, arg=index, ctx="load")
                 else:
-                    node = make(nodes.Getattr, node=node, attr=self.name(), ctx="load")
+                    node = _node(nodes.Getattr, node=node, attr=self.name(), ctx="load")
             elif self.kind == "[":
                 node = self.subscript(node)
             elif self.kind == "(":
-                node = make(nodes.Call, node=node, **self.arguments())
+                node = _node(nodes.Call, node=node, **self.arguments())
             else:
                 return node
 
@@ -313,8 +315,8 @@ class Parser:
             if parts:
                 self.expect(",")
             parts.append(self.part())
-        arg = parts[0] if len(parts) == 1 else make(nodes.Tuple, items=parts, ctx="load")
-        return make(nodes.Getitem, node=node, arg=arg, ctx="load")
+        arg = parts[0] if len(parts) == 1 else _node(nodes.Tuple, items=parts, ctx="load")
+        return _node(nodes.Getitem, node=node, arg=arg, ctx="load")
 
     def part(self) -> nodes.Expr:
         """An index or a slice."""
@@ -327,7 +329,7 @@ class Parser:
         for index in (1, 2):
             if self.skip(":") and self.kind not in (":", "]", ","):
                 bounds[index] = self.conditional()
-        return make(nodes.Slice, start=bounds[0], stop=bounds[1], step=bounds[2])
+        return _node(nodes.Slice, start=bounds[0], stop=bounds[1], step=bounds[2])
 
     def arguments(self) -> dict[str, Any]:
         """Of a call or a filter: by position, then by name."""
@@ -339,7 +341,7 @@ class Parser:
             if self.tokens[self.at + 1 : self.at + 2] == [("=", "=")]:
                 key = self.name()
                 self.advance()
-                named.append(make(nodes.Keyword, key=key, value=self.conditional()))
+                named.append(_node(nodes.Keyword, key=key, value=self.conditional()))
             elif named:
                 self.unexpected()
             else:
@@ -351,11 +353,11 @@ class Parser:
         while True:
             if self.skip("|"):
                 name = self.dotted()
-                node = make(nodes.Filter, node=node, name=name, **self.arguments_if_any())
+                node = _node(nodes.Filter, node=node, name=name, **self.arguments_if_any())
             elif self.skip("is"):
                 node = self.test(node)
             elif self.kind == "(":
-                node = make(nodes.Call, node=node, **self.arguments())
+                node = _node(nodes.Call, node=node, **self.arguments())
             else:
                 return node
 
@@ -379,8 +381,8 @@ class Parser:
             if self.kind == "is":
                 raise ExpressionError("You cannot chain multiple tests with is")
             given["args"] = [self.postfix(self.primary())]
-        node = make(nodes.Test, node=node, name=name, **given)
-        return make(nodes.Not, node=node) if negated else node
+        node = _node(nodes.Test, node=node, name=name, **given)
+        return _node(nodes.Not, node=node) if negated else node
 
 
 # Names that are operators in their places.

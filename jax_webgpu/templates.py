@@ -5,13 +5,15 @@ inheritance are not in the manifest format. Running a template is bounded in ste
 """
 
 import functools
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import jinja2
 from jinja2 import nodes
 
-from jax_webgpu import template_grammar, values
+from jax_webgpu import values
 from jax_webgpu.errors import ExpressionError
 from jax_webgpu.expressions import Compiler, Evaluator
 from jax_webgpu.values import (
@@ -76,7 +78,7 @@ class Template:
     @property
     def body(self) -> list[nodes.Node]:
         """Its statements, parsed again: what is kept of them is what they do."""
-        return template_grammar.parse(self.name, self.source)
+        return _tree(self.source)
 
     @functools.cached_property
     def _strict(self) -> Statement:
@@ -101,15 +103,25 @@ def parse(name: str, source: str) -> Template:
     """Parses a template; raises `ExpressionError` with template name and line."""
     try:
         compiler = _TemplateCompiler(name, lenient=True)
-        run = compiler.block(template_grammar.parse(name, source))
+        run = compiler.block(_tree(source))
         reads = frozenset(compiler.names | compiler.tested | compiler.derived)
         return Template(name, source, run, reads)
     except ExpressionError:
         raise
+    except jinja2.TemplateSyntaxError as error:
+        raise ExpressionError(f"{name}:{error.lineno}: {error.message}") from None
     except RecursionError:
         raise ExpressionError(f"{name}: nested too deeply") from None
     except ValueError as error:  # a number of thousands of digits
         raise ExpressionError(f"{name}: {error}") from None
+
+
+_environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, optimized=False)
+
+
+def _tree(source: str) -> list[nodes.Node]:
+    with warnings.catch_warnings(action="ignore"):  # of escapes that Python does not know
+        return _environment.parse(source).body
 
 
 def _range(*bounds: Any) -> range:
