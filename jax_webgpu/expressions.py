@@ -7,6 +7,7 @@ manifest may reach Python: the only things that can be called are functions put 
 
 import functools
 import math
+import operator
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from jinja2 import nodes
 from jax_webgpu import grammar, values
 from jax_webgpu.errors import ExpressionError
 from jax_webgpu.helpers import HELPERS
-from jax_webgpu.values import METER, UNDEFINED, show, spend, truthy
+from jax_webgpu.values import EXACT, METER, UNDEFINED, show, spend, truthy
 
 Scope = Mapping[str, Any]
 Evaluator = Callable[[Scope], Any]
@@ -158,6 +159,20 @@ _ARITHMETIC: dict[type[nodes.Node], Callable[[Any, Any], Any]] = {
     nodes.Mod: values.remainder,
 }
 
+# What the same operators are between whole numbers, which nearly all operands are; the results
+# of arithmetic as far as they are exact.
+_WHOLE: dict[str | type[nodes.Node], Callable[[int, int], Any]] = {
+    "eq": operator.eq,
+    "ne": operator.ne,
+    "lt": operator.lt,
+    "lteq": operator.le,
+    "gt": operator.gt,
+    "gteq": operator.ge,
+    nodes.Add: operator.add,
+    nodes.Sub: operator.sub,
+    nodes.Mul: operator.mul,
+}
+
 _TESTS: dict[str, Callable[[Any], bool]] = {
     "defined": lambda value: value is not UNDEFINED,
     "undefined": lambda value: value is UNDEFINED,
@@ -277,7 +292,7 @@ class Compiler:
 
         def member(scope: Scope) -> Any:
             container = of(scope)
-            if container.__class__ is dict:
+            if isinstance(container, dict):
                 return container.get(key, UNDEFINED)
             return lookup(container, key)
 
@@ -404,9 +419,12 @@ class Compiler:
         steps = [(_COMPARISONS[step.op], self.compile(step.expr)) for step in node.ops]
         if len(steps) == 1 and node.ops[0].op not in ("in", "notin"):
             ((compare, second),) = steps
+            whole = _WHOLE[node.ops[0].op]
 
             def once(scope: Scope) -> bool:
                 left, right = first(scope), second(scope)
+                if left.__class__ is int and right.__class__ is int:
+                    return bool(whole(left, right))
                 if left.__class__ is str or right.__class__ is str:
                     spend(scope, left, right)
                 return compare(left, right)
@@ -426,18 +444,22 @@ class Compiler:
         return chain
 
     def _arithmetic(self, node: nodes.BinExpr) -> Evaluator:
-        operate = _ARITHMETIC[type(node)]
+        operate, whole = _ARITHMETIC[type(node)], _WHOLE.get(type(node))
         left, right = self.compile(node.left), self.compile(node.right)
-        if operate is not values.add:
+        if whole is None:
             return lambda scope: operate(left(scope), right(scope))
 
-        def add(scope: Scope) -> Any:
-            result = operate(left(scope), right(scope))
-            if result.__class__ is not int:
-                spend(scope, result)
+        def calculate(scope: Scope) -> Any:
+            a, b = left(scope), right(scope)
+            if a.__class__ is int and b.__class__ is int:
+                result = whole(a, b)
+                if -EXACT <= result <= EXACT:
+                    return result
+            result = operate(a, b)
+            spend(scope, result)
             return result
 
-        return add
+        return calculate
 
     _add = _sub = _mul = _div = _mod = _arithmetic
 

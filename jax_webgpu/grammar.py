@@ -19,18 +19,20 @@ MAX_LENGTH = 1 << 16
 
 N = TypeVar("N", bound=nodes.Node)
 
-# All of Jinja's tokens in one pattern, in the order in which Jinja tries them.
-_TOKEN = re.compile(
-    rf"(?:{lexer.whitespace_re.pattern})?"
-    r"(?:"
-    rf"(?P<float>(?ix:{lexer.float_re.pattern}))"
-    rf"|(?P<integer>(?ix:{lexer.integer_re.pattern}))"
-    r"|(?P<name>\w+)"
-    rf"|(?P<string>(?s:{lexer.string_re.pattern}))"
-    rf"|(?P<operator>{lexer.operator_re.pattern})"
-    r")"
+
+def _without_groups(pattern: str) -> str:
+    return re.sub(r"(?<!\\)\((?!\?)", "(?:", pattern)
+
+
+# All of Jinja's tokens in one pattern, in the order in which Jinja tries them; and then anything,
+# so that only space is left out.
+_FLOAT, _INTEGER, _STRING, _OPERATOR = (
+    _without_groups(each.pattern)
+    for each in (lexer.float_re, lexer.integer_re, lexer.string_re, lexer.operator_re)
 )
-_SPACE = re.compile(lexer.whitespace_re.pattern)
+_TOKEN = re.compile(rf"(?ix:{_FLOAT})|(?ix:{_INTEGER})|\w+|(?s:{_STRING})|{_OPERATOR}|\S")
+
+_NUMBERS = {"integer": re.compile(_INTEGER, re.I | re.X), "float": re.compile(_FLOAT, re.I | re.X)}
 
 _CONSTANTS = {"true": True, "True": True, "false": False, "False": False, "none": None,
               "None": None}  # fmt: skip
@@ -70,7 +72,7 @@ def parse(text: str) -> nodes.Expr:
 def _node(kind: type[N], **fields: Any) -> N:
     """A node; Jinja's own constructor would take most of the time of parsing."""
     node = kind.__new__(kind)
-    vars(node).update(fields)
+    node.__dict__ = fields
     return node
 
 
@@ -96,22 +98,25 @@ class _Parser:
 
     def _tokens(self) -> list[tuple[str, str]]:
         """Kind and text of each token; the kind of an operator or a word is itself."""
-        text, at, found = self.text, 0, list[tuple[str, str]]()
-        while match := _TOKEN.match(text, at):
-            at = match.end()
-            kind = str(match.lastgroup)
-            value = match[kind]
-            if kind == "operator" or (kind == "name" and value in _WORDS):
-                kind = value
-            elif kind == "name" and not value.isidentifier():
-                raise ExpressionError(f"Invalid character in identifier {value!r} in `{text}`")
+        found = list[tuple[str, str]]()
+        for value in _TOKEN.findall(self.text):
+            kind = _FIXED.get(value)
+            if kind is None:
+                kind = "name" if value.isidentifier() else self._literal(value)
             found.append((kind, value))
-        space = _SPACE.match(text, at)
-        at = space.end() if space else at
-        if at < len(text):
-            raise ExpressionError(f"unexpected {text[at]!r} in `{text}`")
         found.append(("end", ""))
         return found
+
+    def _literal(self, value: str) -> str:
+        """The kind of a token that is no operator and no name."""
+        if value[0] in "'\"" and len(value) > 1:
+            return "string"
+        for kind, pattern in _NUMBERS.items():
+            if pattern.fullmatch(value):
+                return kind
+        if re.match(r"\w", value):
+            raise ExpressionError(f"Invalid character in identifier {value!r} in `{self.text}`")
+        raise ExpressionError(f"unexpected {value!r} in `{self.text}`")
 
     def advance(self) -> None:
         self.at += 1
@@ -152,7 +157,8 @@ class _Parser:
     def conditional(self) -> nodes.Expr:
         self.deeper()
         node = self.operation(0)
-        while self.skip("if"):
+        while self.kind == "if":
+            self.advance()
             test = self.operation(0)
             other = self.conditional() if self.skip("else") else None
             node = _node(nodes.CondExpr, test=test, expr1=node, expr2=other)
@@ -169,7 +175,7 @@ class _Parser:
         else:
             node = self.unary()
         while True:
-            operator = self.operator()
+            operator = self.operator() if self.kind == "not" else self.kind
             level = _LEVELS.get(operator, -1)
             if level < least:
                 if operator in _REFUSED:
@@ -215,6 +221,8 @@ class _Parser:
             self.depth -= 1
         else:
             node = self.primary()
+        if self.kind not in _BEHIND:
+            return node
         node = self.postfix(node)
         return self.filtered(node) if with_filter else node
 
@@ -327,7 +335,7 @@ class _Parser:
         """Of a call or a filter: by position, then by name."""
         self.advance()
         args, named = list[nodes.Expr](), list[nodes.Keyword]()
-        while self.more([*args, *named], ")"):
+        while self.more(args or named, ")"):
             if self.kind in ("*", "**"):
                 raise ExpressionError("calls with * or ** are not in the manifest format")
             if self.tokens[self.at + 1 : self.at + 2] == [("=", "=")]:
@@ -379,6 +387,12 @@ class _Parser:
 
 # Names that are operators in their places.
 _WORDS = frozenset({"or", "and", "not", "in", "is", "if", "else"})
+
+# The kind of a token that has one of its own.
+_FIXED = {text: text for text in [*lexer.operators, *_WORDS]}
+
+# What may stand behind an operand and belong to it.
+_BEHIND = frozenset({".", "[", "(", "|", "is"})
 
 # What a test takes for its argument without parentheses around it, words among them.
 _ARGUMENT = frozenset({"name", "string", "integer", "float", "[", "{", "not", "in", "is", "if"})

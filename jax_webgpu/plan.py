@@ -8,7 +8,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from jax_webgpu import dtypes, uniforms, variants, wgsl
 from jax_webgpu.capabilities import Capabilities
@@ -61,8 +61,8 @@ class Buffer:
         return -(-math.prod(self.tensor.shape) * self.dtype.bytes // 4) * 4
 
 
-@dataclass(frozen=True)
-class Bound:
+# Tuples, because a call may have thousands of these, and frozen dataclasses take thrice as long.
+class Bound(NamedTuple):
     """One entry of a pass's bind group and the declaration that belongs to it."""
 
     name: str
@@ -79,8 +79,7 @@ class Bound:
     """The members of a struct, padding included."""
 
 
-@dataclass(frozen=True)
-class PassPlan:
+class PassPlan(NamedTuple):
     """One dispatch."""
 
     label: str
@@ -239,12 +238,16 @@ def render(
     capabilities: Capabilities,
     *,
     strict: bool = False,
-) -> str:
-    """The WGSL of a pass; `names` is its whole scope, `strict` as in `Template.render`."""
+) -> tuple[str, str]:
+    """The WGSL of a pass, and what it is without comments.
+
+    `names` is the pass's whole scope, `strict` as in `Template.render`.
+    """
     declared = {"resourceDeclarations": declarations(bindings)}
     env = {"wgsl": declared, "device": capabilities.as_scope()}
     text = need_unicode(template.render({**names, "env": env}, strict=strict))
-    return "enable f16;\n" + text if wgsl.lacks_f16(wgsl.code(text)) else text
+    code = wgsl.code(text)
+    return "enable f16;\n" + text if wgsl.lacks_f16(code) else text, code
 
 
 class _Planner:
@@ -301,10 +304,10 @@ class _Planner:
             count = _whole(value, f"{entry.id}: the repeat count")
             if count > MAX_PASSES:
                 raise ExpressionError(f"{entry.id}: more than {MAX_PASSES} passes")
+            around = {**loops, f"{entry.index}_count": count}
             for index in range(count):
                 yield None, loops
-                turn = {entry.index: index, f"{entry.index}_count": count}
-                inside = {**loops, "repeat": {"index": index, "count": count}, **turn}
+                inside = {**around, "repeat": {"index": index, "count": count}, entry.index: index}
                 yield from self._unrolled(entry.passes, inside)
 
     def bind(self, binding: Binding, names: Mapping[str, Any]) -> Bound:
@@ -461,6 +464,8 @@ class _Step:
     def _bind(self, binding: Binding) -> Bound:
         if binding.struct is not None:
             bound = self._bind_struct(binding, binding.struct)
+            if self.last is not None:  # as large as in the last turn
+                return bound
         else:
             bound = self.planner.bind(binding, self.names)
         kind = "Uniform" if bound.buffer == "uniform" else "Storage"
@@ -484,10 +489,10 @@ class _Step:
 
     def _render(self, bindings: tuple[Bound, ...]) -> str:
         planner = self.planner
-        text = render(
+        text, code = render(
             self.template, bindings, self.names, planner.capabilities, strict=planner.strict
         )
-        declared = wgsl.workgroup_size(wgsl.code(text))
+        declared = wgsl.workgroup_size(code)
         for axis, size in zip("XYZ", declared, strict=False):
             self._check("workgroup size", size, f"maxComputeWorkgroupSize{axis}")
         invocations = math.prod(declared)

@@ -12,7 +12,7 @@ from jax_webgpu import dtypes
 from jax_webgpu.capabilities import IDEAL, Capabilities
 from jax_webgpu.document import Value
 from jax_webgpu.errors import CallError, ExpressionError
-from jax_webgpu.expressions import EVERY
+from jax_webgpu.expressions import EVERY, Expression
 from jax_webgpu.helpers import HELPERS
 from jax_webgpu.spec import Port, Spec, evaluate, reads, sizes
 from jax_webgpu.values import METER, UNDEFINED, Meter, is_number, need_number, number, show
@@ -188,7 +188,8 @@ def derive(
     derived = scope["derive"]
     for name, value in values:
         try:
-            scope[name] = derived[name] = evaluate(value, scope)
+            simple = value.__class__ is Expression
+            scope[name] = derived[name] = value(scope) if simple else evaluate(value, scope)
         except ExpressionError as error:
             if name not in unsure:
                 raise ExpressionError(f"derive.{name}: {error}") from None

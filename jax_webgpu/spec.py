@@ -138,6 +138,8 @@ class Dispatch:
 
 @dataclass(frozen=True)
 class Pass:
+    """One dispatch, or one a turn in a repeat group."""
+
     id: str
     name: str
     shader: str
@@ -177,6 +179,8 @@ class Intermediate:
 
 @dataclass(frozen=True)
 class Requires:
+    """What a device must have."""
+
     features: tuple[str, ...] = ()
     limits: tuple[tuple[str, int], ...] = ()
     subgroup_min_size: int | None = None
@@ -185,12 +189,15 @@ class Requires:
 
 @dataclass(frozen=True)
 class Variant:
+    """One way to compute the operator."""
+
     id: str
     priority: float
     when: tuple[Expression, ...]
     demote_when: tuple[Expression, ...]
     superseded_by: tuple[str, ...]
     requires: Requires
+    """With what the manifest requires of every variant."""
     tunables: tuple[tuple[str, Any], ...]
     derive: tuple[tuple[str, Value], ...]
     intermediates: tuple[Intermediate, ...]
@@ -455,6 +462,7 @@ class _Reader:
     unused: set[str] = field(default_factory=set)
     """The handles that no pass has bound."""
     names: frozenset[str] = _NONE
+    requires: Requires = Requires()
     templates: dict[str, Template] = field(default_factory=dict)
     sources: dict[str, bytes] = field(default_factory=dict)
     """The templates as they were read."""
@@ -481,6 +489,7 @@ class _Reader:
         tunables = _tunables(top)
         self.handles = top.members("bindings")
         self.unused = set(self.handles)
+        self.requires = _requires(top)
         found = top["variants"].elements()
         if len(found) > MAX_VARIANTS:
             raise top["variants"].fail(f"{len(found):,} variants; at most {MAX_VARIANTS:,}")
@@ -501,7 +510,7 @@ class _Reader:
             tunables=tunables,
             derive=derive,
             when=self.clauses(top, "when"),
-            requires=_requires(top),
+            requires=self.requires,
             variants=variants,
             templates=self.templates,
             path=self.manifest,
@@ -601,7 +610,7 @@ class _Reader:
             when=self.clauses(keys, "when"),
             demote_when=self.clauses(keys, "demoteWhen"),
             superseded_by=tuple(each.text() for each in keys.elements("supersededBy")),
-            requires=_requires(keys),
+            requires=merged(self.requires, _requires(keys)),
             tunables=tuple(_tunables(keys).items()),
             derive=derive,
             intermediates=tuple(scratch.values()),
@@ -830,6 +839,20 @@ def _requires(keys: Object) -> Requires:
     )
 
 
+def merged(first: Requires, second: Requires) -> Requires:
+    """A manifest's and a variant's requirements together; a limit takes the larger."""
+    limits = dict(first.limits)
+    for name, value in second.limits:
+        limits[name] = max(value, limits.get(name, value))
+    sizes = [s for s in (first.subgroup_min_size, second.subgroup_min_size) if s is not None]
+    return Requires(
+        features=tuple(dict.fromkeys(first.features + second.features)),
+        limits=tuple(limits.items()),
+        subgroup_min_size=max(sizes, default=None) if sizes else None,
+        subgroup_matrix_configs=first.subgroup_matrix_configs or second.subgroup_matrix_configs,
+    )
+
+
 def _dispatch(node: Node, names: Set[str]) -> Dispatch:
     keys = node.object("", "x y z threads workgroupSize workgroups")
     given = frozenset(keys)
@@ -851,22 +874,10 @@ def _alias(node: Node, names: list[str]) -> tuple[str, str]:
     return keys["input"].text(), keys["output"].text()
 
 
-def merged(first: Requires, second: Requires) -> Requires:
-    """A manifest's and a variant's requirements together; a limit takes the larger."""
-    limits = dict(first.limits)
-    for name, value in second.limits:
-        limits[name] = max(value, limits.get(name, value))
-    sizes = [s for s in (first.subgroup_min_size, second.subgroup_min_size) if s is not None]
-    return Requires(
-        features=tuple(dict.fromkeys(first.features + second.features)),
-        limits=tuple(limits.items()),
-        subgroup_min_size=max(sizes, default=None) if sizes else None,
-        subgroup_matrix_configs=first.subgroup_matrix_configs or second.subgroup_matrix_configs,
-    )
-
-
 def whole(value: Any) -> int | None:
     """The int of a whole number, else None."""
+    if value.__class__ is int:
+        return int(value)
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
     return int(value) if value == int(value) else None

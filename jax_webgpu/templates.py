@@ -1,4 +1,4 @@
-"""WGSL templates: parsed by Jinja2, run by the same evaluator as expressions.
+"""WGSL templates: parsed to Jinja's trees, run by the same evaluator as expressions.
 
 The statements are Jinja's (output, if, for, set, macro, call, with); imports, includes and
 inheritance are not in the manifest format. Running a template is bounded in steps and in text.
@@ -51,13 +51,12 @@ class Output:
 
     def write(self, text: str) -> None:
         self.parts.append(text)
-        self.grow(len(text), len(text))
+        self.size += len(text)
+        self.check(len(text))
 
-    def grow(self, size: int, values: int) -> None:
-        """Counts text that was written, of which so much were values."""
-        self.size += size
-        if values > CHARACTERS:
-            self.meter.spend(values // CHARACTERS)
+    def check(self, values: int) -> None:
+        """Counts the values that were written, so many characters, and looks at the size of all."""
+        self.meter.spend(values // CHARACTERS)
         if self.size > MAX_TEXT:
             raise ExpressionError(f"a text of more than {MAX_TEXT} characters")
 
@@ -72,18 +71,14 @@ class Template:
 
     name: str
     source: str
-    body: list[nodes.Node] = field(compare=False, repr=False)
-
-    @functools.cached_property
-    def _compiled(self) -> tuple[Statement, frozenset[str]]:
-        compiler = _TemplateCompiler(self.name, lenient=True)
-        run = compiler.block(self.body)
-        return run, frozenset(compiler.names | compiler.tested | compiler.derived)
+    _run: Statement = field(compare=False, repr=False)
+    reads: frozenset[str] = field(compare=False, repr=False)
+    """The names that it may read, its own among them; see `Expression.reads`."""
 
     @property
-    def reads(self) -> frozenset[str]:
-        """The names that it may read, its own among them; see `Expression.reads`."""
-        return self._compiled[1]
+    def body(self) -> list[nodes.Node]:
+        """Its statements, parsed again: what is kept of them is what they do."""
+        return _tree(self.source)
 
     @functools.cached_property
     def _strict(self) -> Statement:
@@ -100,17 +95,17 @@ class Template:
         # Loops and macros copy the scope: it holds what the template may read and no more.
         wanted = {name: known[name] for name in (*self.reads, METER) if name in known}
         output = Output(known[METER])
-        (self._strict if strict else self._compiled[0])(wanted, output)
+        (self._strict if strict else self._run)(wanted, output)
         return "".join(output.parts)
 
 
 def parse(name: str, source: str) -> Template:
     """Parses a template; raises `ExpressionError` with template name and line."""
     try:
-        with warnings.catch_warnings(action="ignore"):  # of escapes that Python does not know
-            template = Template(name, source, _environment.parse(source).body)
-        _ = template.reads  # compiled here, for its errors
-        return template
+        compiler = _TemplateCompiler(name, lenient=True)
+        run = compiler.block(_tree(source))
+        reads = frozenset(compiler.names | compiler.tested | compiler.derived)
+        return Template(name, source, run, reads)
     except ExpressionError:
         raise
     except jinja2.TemplateSyntaxError as error:
@@ -122,6 +117,11 @@ def parse(name: str, source: str) -> Template:
 
 
 _environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, optimized=False)
+
+
+def _tree(source: str) -> list[nodes.Node]:
+    with warnings.catch_warnings(action="ignore"):  # of escapes that Python does not know
+        return _environment.parse(source).body
 
 
 def _range(*bounds: Any) -> range:
@@ -178,14 +178,18 @@ class _TemplateCompiler(Compiler):
         self.nesting -= 1
 
         def run(scope: dict[str, Any], output: Output) -> None:
-            output.meter.spend(cost)
-            for place, statement in steps:
-                try:
+            meter = output.meter
+            meter.left -= cost
+            if meter.left < 0:
+                meter.spend(0)
+            place = ""
+            try:
+                for place, statement in steps:  # noqa: B007
                     statement(scope, output)
-                except ExpressionError as error:
-                    raise _placed(place, error) from None
-                except RecursionError:
-                    raise ExpressionError(f"{place}: nested too deeply") from None
+            except ExpressionError as error:
+                raise _placed(place, error) from None
+            except RecursionError:
+                raise ExpressionError(f"{place}: nested too deeply") from None
 
         return run
 
@@ -204,44 +208,45 @@ class _TemplateCompiler(Compiler):
 
     def _do_output(self, node: nodes.Output) -> Statement:
         """Text and values in turn: nearly all that a template does."""
-        pieces = list[tuple[str | None, Evaluator | str, str]]()
-        written = 0
+        pieces = list[tuple[str, Evaluator | str, str]]()
+        """Text, the value behind it or its name, and the value's place."""
+        text, written = "", 0
         for each in node.nodes:
             self.line = each.lineno or self.line
-            place = f"{self.template}:{self.line}"
             self.size += 1
             if isinstance(each, nodes.TemplateData):
-                pieces.append((each.data, "", place))
+                text += each.data
                 written += len(each.data)
                 continue
+            place = f"{self.template}:{self.line}"
             try:
                 printed: Evaluator | str = self.compile(each)
             except ExpressionError as error:
                 raise _placed(place, error) from None
             if isinstance(each, nodes.Name) and self.lenient:
                 printed = each.name  # looked up on the spot: names are the most of all
-            pieces.append((None, printed, place))
+            pieces.append((text, printed, place))
+            text = ""
         self.size += written // CHARACTERS
 
         def write(scope: dict[str, Any], output: Output) -> None:
-            add, at, size = output.parts.append, "", written
+            parts, at, size = output.parts, "", 0
             try:
-                for text, printed, place in pieces:
-                    if text is not None:
-                        add(text)
-                        continue
-                    at = place
+                for before, printed, at in pieces:  # noqa: B007
                     if isinstance(printed, str):
                         value = scope.get(printed, UNDEFINED)
                     else:
                         value = printed(scope)
+                    if value.__class__ is not str:
                         if value is UNDEFINED and not self.lenient:
                             raise ExpressionError("an undefined value is printed")
-                    if value.__class__ is not str:
                         value = to_text(value)
                     size += len(value)
-                    add(value)
-                output.grow(size, size - written)
+                    parts += (before, value)
+                parts.append(text)
+                output.size += written + size
+                if output.size > MAX_TEXT or size > CHARACTERS:
+                    output.check(size)
             except ExpressionError as error:
                 raise _placed(at, error) from None
 
@@ -255,7 +260,8 @@ class _TemplateCompiler(Compiler):
 
         def choose(scope: dict[str, Any], output: Output) -> None:
             for test, body in branches:
-                if truthy(test(scope)):
+                value = test(scope)
+                if value is True or truthy(value):
                     return body(scope, output)
             return otherwise(scope, output)
 
@@ -298,7 +304,7 @@ class _TemplateCompiler(Compiler):
         return loop
 
     def _do_assign(self, node: nodes.Assign) -> Statement:
-        self.sets += 1
+        self.sets += not isinstance(node.target, nodes.NSRef)
         value, assign = self.compile(node.node), self._target(node.target)
         return lambda scope, output: assign(scope, value(scope))
 
@@ -358,22 +364,29 @@ class _TemplateCompiler(Compiler):
         required = len(names) - len(defaults)
         body = self.block(node.body)
 
+        def bind(inner: dict[str, Any], positional: tuple[Any, ...], named: dict[str, Any]) -> None:
+            """Arguments by name, and those that are left out."""
+            if "caller" in named:
+                inner["caller"] = named.pop("caller")
+            if len(positional) > len(names) or (named and not named.keys() <= {*names}):
+                raise ExpressionError(f"macro {name} takes ({', '.join(names)})")
+            for index, argument in enumerate(names):
+                if index < len(positional):
+                    inner[argument] = positional[index]
+                elif argument in named:
+                    inner[argument] = named[argument]
+                elif index >= required:
+                    inner[argument] = defaults[index - required](inner)
+                else:
+                    inner[argument] = UNDEFINED
+
         def make(scope: dict[str, Any], output: Output) -> Callable[..., str]:
             def macro(*positional: Any, **named: Any) -> str:
                 inner = dict(scope)
-                if "caller" in named:
-                    inner["caller"] = named.pop("caller")
-                if len(positional) > len(names) or (named and not named.keys() <= {*names}):
-                    raise ExpressionError(f"macro {name} takes ({', '.join(names)})")
-                for index, argument in enumerate(names):
-                    if index < len(positional):
-                        inner[argument] = positional[index]
-                    elif argument in named:
-                        inner[argument] = named[argument]
-                    elif index >= required:
-                        inner[argument] = defaults[index - required](inner)
-                    else:
-                        inner[argument] = UNDEFINED
+                if named or len(positional) != len(names):
+                    bind(inner, positional, named)
+                else:
+                    inner.update(zip(names, positional, strict=True))
                 output.meter.spend(_CALL)
                 output.calls += 1
                 if output.calls > MAX_CALLS:

@@ -28,7 +28,7 @@ class Undefined:
 UNDEFINED: Final = Undefined()
 
 # Beyond this a double no longer holds every whole number.
-_EXACT = 2**53
+EXACT = 2**53
 
 # A manifest must not be able to ask for unbounded memory.
 MAX_LIST = 1 << 16
@@ -88,7 +88,7 @@ def is_sequence(value: Any) -> bool:
 
 def number(value: Any) -> int | float:
     """Rounds to a double; a whole result becomes an int."""
-    if isinstance(value, int) and -_EXACT <= value <= _EXACT:
+    if isinstance(value, int) and -EXACT <= value <= EXACT:
         return value
     try:
         double = float(value)
@@ -240,7 +240,7 @@ def to_text(value: Any) -> str:
     kind = value.__class__
     if kind is str:
         return value
-    if kind is int and -_EXACT <= value <= _EXACT:
+    if kind is int and -EXACT <= value <= EXACT:
         return str(value)
     match value:
         case None | Undefined():
@@ -267,12 +267,9 @@ def _double_text(value: float) -> str:
 
 def concatenated(values: Iterable[Any], separator: str = "") -> str:
     """The texts of values, one after the other."""
-    parts, size = [], 0
-    for value in values:
-        parts.append(to_text(value))
-        size += len(parts[-1]) + len(separator)
-        if size > MAX_TEXT:
-            raise ExpressionError(f"a text of more than {MAX_TEXT} characters")
+    parts = [value if value.__class__ is str else to_text(value) for value in values]
+    if sum(map(len, parts)) + len(separator) * len(parts) > MAX_TEXT:
+        raise ExpressionError(f"a text of more than {MAX_TEXT} characters")
     return separator.join(parts)
 
 

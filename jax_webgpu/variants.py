@@ -14,7 +14,7 @@ from jax_webgpu.document import SCOPE_NAMES
 from jax_webgpu.errors import CallError, DeviceError, ExpressionError
 from jax_webgpu.expressions import Expression
 from jax_webgpu.resolve import Resolved, extend, scope
-from jax_webgpu.spec import Requires, Spec, Variant, merged
+from jax_webgpu.spec import Requires, Spec, Variant
 from jax_webgpu.values import truthy
 
 
@@ -88,7 +88,7 @@ class _Judge:
         if found is None:
             found = self.applying[variant.id] = (
                 self.open
-                and not any(True for _ in _needs(self.spec, self.capabilities, variant))
+                and not any(True for _ in _needs(self.capabilities, variant))
                 and all(_holds(clause, self.names) for clause in variant.when)
             )
         return found
@@ -167,7 +167,7 @@ def refusals(
     for variant in spec.variants:
         if variant is best:
             continue
-        needs = [*_needs(spec, capabilities, variant)]
+        needs = [*_needs(capabilities, variant)]
         clauses = [*spec.when, *variant.when]
         seen = set[tuple[str, bool]]()
         failures = [
@@ -202,10 +202,10 @@ def grouped(found: tuple[Refusal, ...]) -> list[str]:
     return [f"  {', '.join(variants)}: {reason}" for reason, variants in groups.items()]
 
 
-def _needs(spec: Spec, capabilities: Capabilities, variant: Variant) -> Iterator[str]:
+def _needs(capabilities: Capabilities, variant: Variant) -> Iterator[str]:
     """What the variant takes from the device and the device does not have."""
     if not capabilities.is_ideal:
-        yield from _requirements(merged(spec.requires, variant.requires), capabilities)
+        yield from _requirements(variant.requires, capabilities)
         for name, count in variant.most_bound.items():
             if count > capabilities.limit(name):
                 yield f"{name} of at least {count}; the device has {capabilities.limit(name)}"
@@ -215,14 +215,15 @@ def _requirements(requires: Requires, capabilities: Capabilities) -> Iterator[st
     for feature in requires.features:
         if not capabilities.has(feature):
             yield f"the feature {feature}"
-    limits = dict(capabilities.limits)
+    limits = dict(capabilities.limits) if requires.limits else {}
     for name, minimum in requires.limits:
         if limits.get(name, 0) < minimum:
             yield f"{name} of at least {minimum}; the device has {limits.get(name, 0)}"
-    size = dict(capabilities.adapter_info).get("subgroupMinSize", 0)
-    wanted = requires.subgroup_min_size
-    if wanted is not None and size < wanted:
-        yield f"subgroups of at least {wanted}; the device's have {size}"
+    if requires.subgroup_min_size is not None:
+        size = dict(capabilities.adapter_info).get("subgroupMinSize", 0)
+        if size < requires.subgroup_min_size:
+            wanted = requires.subgroup_min_size
+            yield f"subgroups of at least {wanted}; the device's have {size}"
     if requires.subgroup_matrix_configs:
         yield "subgroup matrices, which WebGPU does not have yet"
 

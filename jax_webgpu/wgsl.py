@@ -7,13 +7,14 @@ stands in it.
 import re
 
 # Comments: a line's end is any of WGSL's line breaks, and block comments nest.
-_OPENING = re.compile(r"//|/\*")
+_OPENING = re.compile(r"/[/*]")
 _LINE_END = re.compile("[\n\v\f\r\u0085\u2028\u2029]")
 _BLOCK = re.compile(r"/\*|\*/")
 
 # What uses f16: the type, its predeclared aliases (`vec4h`), and a literal's suffix (`0.5h`). One
-# of them ends at each of these places, and has no more than so many characters.
-_F16_END = re.compile(r"(?:f16|h)\b(?!\.)")
+# of them ends at each of these places, and has no more than so many characters. A pattern that
+# begins with a letter is found several times as fast as one that begins with either of two.
+_F16_ENDS = (re.compile(r"f16\b(?!\.)"), re.compile(r"h\b(?!\.)"))
 _F16 = re.compile(r"(?<![\w.])(?:f16|vec[234]h|mat[234]x[234]h|[\d.][\w.]*h)$")
 _LONGEST = 40
 
@@ -43,7 +44,7 @@ def code(text: str) -> str:
 
 def lacks_f16(text: str) -> bool:
     """Whether code, without comments, uses `f16` and does not enable it."""
-    ends = (found.end() for found in _F16_END.finditer(text))
+    ends = (found.end() for pattern in _F16_ENDS for found in pattern.finditer(text))
     if not any(_F16.search(text, max(0, end - _LONGEST), end) for end in ends):
         return False
     start = 0

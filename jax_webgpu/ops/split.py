@@ -154,6 +154,11 @@ MOST_PACKED = 64
 PACKED = Operator("split_packed", "jax_webgpu.SplitPacked.json")
 
 
+def _is_packed(spec: Manifest) -> bool:
+    """Whether it is the manifest of `PACKED`, which few calls need: this does not load it."""
+    return spec.path.name == PACKED.manifest
+
+
 # ---- primitive ----------------------------------------------------------------------------------
 
 
@@ -187,7 +192,7 @@ class Rules:
     @staticmethod
     def parts(resolved: Resolved) -> Sequence[Tensor]:
         """Of a packed call as of others: matrices."""
-        if resolved.spec is not PACKED.spec:
+        if not _is_packed(resolved.spec):
             return [part for _, part in resolved.outputs]
         ((_, x),) = resolved.inputs
         return [
@@ -302,7 +307,7 @@ def _matrix(
     spec: Manifest, rows: int, columns: Sequence[int], dtype: str, tunables: Mapping[str, Any]
 ) -> Resolved:
     """The engine's call that cuts a matrix into parts of so many columns."""
-    if len(columns) > len(spec.outputs) or spec is PACKED.spec:
+    if len(columns) > len(spec.outputs) or _is_packed(spec):
         widths = tuple(columns)
         lanes = next(lanes for lanes in (4, 2, 1) if all(width % lanes == 0 for width in widths))
         return resolve(
