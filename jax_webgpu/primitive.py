@@ -338,20 +338,22 @@ def _cross(registered: Registered, on_cpu: bool, *arrays: Any, call: Call) -> Se
     made = wanted if tensors == given else registered.rules.results(call, tensors)
     results = [jax.ShapeDtypeStruct(each.shape, np.dtype(each.dtype)) for each in made]
     resolved = registered.resolve(call, tensors)
-    _plan_early(registered.operator, resolved)
+    check_early(registered.operator, call.static, resolved)
     dispatch = Dispatcher(registered.operator, resolved, call.static)
     host = functools.partial(_host, dispatch, call.placed)
     crossed = cross(call, on_cpu, host, results, *operands, *place)
     return [each.astype(result.dtype) for each, result in zip(crossed, wanted, strict=True)]
 
 
-def _plan_early(operator: Operator, resolved: Resolved) -> None:
+def check_early(operator: Operator, static: Pairs, resolved: Resolved) -> None:
     """Raises what is the caller's mistake: raised in a callback, it comes inside an error of JAX's.
 
     What is the device's, or that there is none, is told when the call runs.
     """
     with contextlib.suppress(DeviceError):
         operator.plan(resolved, device.get().capabilities).check_written()
+        if operator.early is not None:
+            operator.early(static, resolved)
 
 
 def cross(

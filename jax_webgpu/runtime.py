@@ -40,6 +40,8 @@ class Operator:
       parts: the outputs of a call for the host, where its only output may hold several, one behind
         the other.
       views: the outputs as views of the one input, where that is all that the operator does.
+      early: looks at a call while JAX compiles it, if there is a device, and raises `ValueError`;
+        it also gets what the operator keeps of the call.
     """
 
     name: str
@@ -50,6 +52,7 @@ class Operator:
     moves_bits: bool = False
     parts: Callable[[Resolved], Sequence[Tensor]] | None = None
     views: Callable[[Resolved, np.ndarray], Arrays] | None = None
+    early: Callable[[Pairs, Resolved], None] | None = None
 
     @functools.cached_property
     def spec(self) -> Spec:

@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import json
 import pickle
 import pydoc
 import shutil
@@ -224,14 +225,19 @@ def test_a_traced_attribute(scale):
         ({"vmap_axis": {"z": 0, "y": 0}}, "vmap_axis names 'z'"),
         ({"vmap_axis": {"x": 0}}, "no axis of the output y"),
         ({"vmap_axis": 0.5}, "must be an integer"),
+        ({"vmap_axis": {"x": 2, "y": 0}}, "vmap_axis is 2 for x, which has the rank 2"),
         ({"vmap_method": "fast"}, "expected one of sequential"),
         ({"tunables": {"SIZE": 1}}, "no tunable SIZE"),
         ({"tunables": {"WORKGROUP_SIZE": "many"}}, "WORKGROUP_SIZE"),
     ],
 )
 def test_what_load_kernel_refuses(tmp_path, keywords, message):
+    path = folders.scale(tmp_path)
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["inputs"]["x"]["rank"] = 2
+    (path / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises((CallError, DTypeError), match=message):
-        load_kernel(folders.scale(tmp_path), **keywords)
+        load_kernel(path, **keywords)
 
 
 def test_the_file_in_place_of_the_folder(tmp_path):
@@ -318,6 +324,7 @@ def test_vmap_folds_into_an_axis(run, tmp_path, axis):
     x, bias = floats(3, 4, 5), floats(4, 5)
     for in_axes, xs in ((0, x), (1, x.swapaxes(0, 1)), (2, np.moveaxis(x, 0, 2))):
         batched = jax.vmap(partial(kernel, factor=3), in_axes=(in_axes, None))
+        run(batched, xs, bias)  # once it is tried
         y, dispatches = counted(run, batched, xs, bias)
         assert dispatches == 1
         np.testing.assert_array_equal(y, 3 * x + bias)
@@ -326,9 +333,11 @@ def test_vmap_folds_into_an_axis(run, tmp_path, axis):
 def test_vmap_folds_the_named_ports(run, tmp_path):
     kernel = load_kernel(folders.moments(tmp_path), vmap_axis={"x": 0, "total": 0, "square": 0})
     x = floats(3, 4, 5)
+    run(jax.vmap(kernel, in_axes=1), x)
     both, dispatches = counted(run, jax.vmap(kernel, in_axes=1), x)
     assert dispatches == 2
     np.testing.assert_array_equal(both.total, x.sum(2).T)
+    run(jax.vmap(jax.vmap(kernel)), floats(2, 3, 4, 5))
     nested, dispatches = counted(run, jax.vmap(jax.vmap(kernel)), floats(2, 3, 4, 5))
     assert (dispatches, nested.square.shape) == (2, (2, 3, 4))
 
@@ -344,6 +353,7 @@ def test_vmap_is_sequential_else(run, scale):
 def test_vmap_methods(run, tmp_path, method):
     kernel = load_kernel(folders.scale(tmp_path), vmap_method=method)
     x, bias = floats(3, 4), floats(4)
+    run(jax.vmap(kernel), x)
     y, dispatches = counted(run, jax.vmap(kernel), x)
     assert dispatches == 1
     np.testing.assert_array_equal(y, 2 * x)
@@ -354,8 +364,129 @@ def test_vmap_methods(run, tmp_path, method):
 
 def test_a_wrong_vmap_axis_is_found(tmp_path):
     kernel = load_kernel(folders.moments(tmp_path), vmap_axis={"x": 1, "total": 0, "square": 0})
-    with pytest.raises(CallError, match="vmap_axis is 0 for total"):
+    with pytest.raises(CallError, match=r"vmap_axis is 0 for total, which is .* for one element"):
         jax.vmap(kernel)(floats(3, 4, 5))
+
+
+def mixing(name, **options):
+    """An example's kernel that is loaded with some way to batch its calls."""
+    return load_kernel(KERNELS / name, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "shape", "attributes"),
+    [
+        ("softmax", {"vmap_axis": 0}, (4,), {}),
+        ("softmax", {"vmap_axis": -1}, (3, 4), {}),
+        ("softmax", {"vmap_axis": 0}, (3, 4), {"axis": 0}),
+        ("softmax", {"vmap_axis": 0}, (1,), {}),
+        ("softmax", {"vmap_axis": 0}, (100_000,), {}),
+        ("softmax", {"vmap_method": "broadcast_all"}, (3, 4), {"axis": 0}),
+        ("softmax", {"vmap_method": "expand_dims"}, (3, 4), {"axis": 0}),
+        ("scan", {"vmap_axis": 1}, (3, 4), {"axis": 1}),
+        ("scan", {"vmap_axis": 1}, (3, 4), {"axis": 1, "reverse": 1, "exclusive": 1}),
+    ],
+)
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_batch_that_the_kernel_would_mix_is_refused(run, name, options, shape, attributes, fused):
+    """The shapes are right, and the results would not be."""
+    kernel = partial(mixing(name, **options), **attributes)
+    batched = jax.vmap(jax_webgpu.fuse(lambda x: kernel(x) + 1) if fused else kernel)
+    with pytest.raises(
+        CallError, match=r"mixes the elements of a batch .* axis \d of \w.* vmap_axis"
+    ):
+        run(batched, floats(3, *shape))
+    one = run(batched, floats(1, *shape))  # nothing to be mixed with
+    assert one.shape == (1, *shape)
+
+
+def test_a_norm_s_mixed_axes_are_found_without_a_name(run):
+    """It mixes the last axis and no attribute says so; its batch may go into another."""
+    x, weight = floats(2, 3, 4), np.ones(1, "f4")
+    for axis, array in ((1, x), (0, x[0])):
+        kernel = mixing("rms_norm", vmap_axis={"x": axis, "y": axis})
+        with pytest.raises(CallError, match="mixes the elements"):
+            run(jax.vmap(kernel, (0, None)), array, weight)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int32"])
+@pytest.mark.parametrize(
+    ("name", "attributes", "axis", "shapes"),
+    [
+        ("softmax", {"axis": -1}, 0, [(5, 6)]),
+        ("softmax", {"axis": 0}, 1, [(5, 6)]),
+        ("scan", {"axis": 0}, -1, [(5, 600)]),
+        ("add", {}, 0, [(5, 6), (5, 6)]),
+        ("add", {}, -1, [(5, 6), (6,)]),
+        ("add", {}, 0, [(5,), ()]),
+        ("gelu", {}, 1, [(5, 6)]),
+        ("rms_norm", {}, {"x": 0, "y": 0}, [(5, 6), (6,)]),
+    ],
+)
+def test_a_batch_that_the_kernel_does_not_mix(run, name, attributes, axis, shapes, dtype):
+    if dtype not in (kernel := mixing(name, vmap_axis=axis)).spec.type_constraints["T"]:
+        dtype = "float32"
+    first = floats(4, *shapes[0], dtype=dtype)
+    others = [floats(*shape, dtype=dtype) for shape in shapes[1:]]
+    axes = (0, *(None for _ in others))
+    call = partial(kernel, **attributes)
+    result, sequential = (
+        run(jax.vmap(partial(each, **attributes), axes), first, *others)
+        for each in (kernel, mixing(name))
+    )
+    np.testing.assert_allclose(result, sequential, rtol=2e-3 if dtype == "float16" else 1e-6)
+    _, dispatches = counted(run, jax.vmap(call, axes), first, *others)
+    _, single = counted(run, call, first[0], *others)
+    assert dispatches == single
+
+
+def test_a_batch_of_batches_is_tried_within(run):
+    """Folded by the inner vmap alone it is wrong, whatever the outer one does."""
+    inner = jax.vmap(mixing("softmax", vmap_axis=0))
+    with pytest.raises(CallError, match="mixes the elements"):
+        run(jax.vmap(inner), floats(1, 3, 4))
+    right = mixing("softmax", vmap_axis=0)
+    x = floats(2, 3, 4, 5)
+    np.testing.assert_allclose(
+        run(jax.vmap(jax.vmap(right)), x), jax.nn.softmax(x, axis=-1), rtol=1e-5, atol=1e-6
+    )
+
+
+def test_a_batch_is_tried_once(monkeypatch):
+    from jax_webgpu import batch
+
+    tried = []
+    original = batch._elements
+    monkeypatch.setattr(batch, "_elements", lambda own: tried.append(own) or original(own))
+    kernel = mixing("gelu", vmap_axis=0)
+    for shape in ((3, 4), (3, 5), (7, 2)):
+        jax.vmap(kernel)(floats(*shape, 3))
+    assert len(tried) == 1
+    jax.vmap(kernel)(floats(3, 5))
+    assert len(tried) == 2
+
+
+def test_a_vmap_axis_that_an_input_does_not_have(run):
+    kernel = mixing("add", vmap_axis=1)
+    with pytest.raises(CallError, match=r"vmap_axis is 1 for b, .*\(6,\).*expected -1 to 0"):
+        run(jax.vmap(kernel, (0, None)), floats(3, 5, 6), floats(6))
+    with pytest.raises(CallError, match=r"vmap_axis is -3 for a, .*\(5,\)"):
+        run(jax.vmap(mixing("add", vmap_axis=-3)), floats(3, 5), floats(3, 5))
+    numbers = run(jax.vmap(kernel), floats(3), floats(3))  # no axis to go into: one by one
+    assert numbers.shape == (3,)
+
+
+def test_a_folded_call_that_is_refused(run):
+    with pytest.raises(CallError, match=r"vmap_axis folds a batch of 3 into one call, .*refused"):
+        run(jax.vmap(mixing("add", vmap_axis=0), (0, None)), floats(3, 5, 5), floats(5))
+
+
+def test_vmap_of_the_reference_needs_no_folding():
+    softmax = mixing("softmax", vmap_axis=0)
+    softmax.defreference(jax.nn.softmax)
+    x = floats(3, 4)
+    with jax_webgpu.configure(implementation="reference"):
+        np.testing.assert_allclose(jax.vmap(softmax)(x), jax.nn.softmax(x), rtol=1e-6)
 
 
 def test_no_derivative(run, scale):
@@ -519,6 +650,7 @@ def test_example_folders(run, name):
 def test_example_folders_fold_their_batches(run):
     x, weight = RNG.standard_normal((5, 4, 9)).astype("f4"), np.ones(9, "f4")
     rms_norm = load_kernel(KERNELS / "rms_norm", vmap_axis={"x": 0, "y": 0})
+    run(jax.vmap(rms_norm, in_axes=(0, None)), x, weight)
     y, dispatches = counted(run, jax.vmap(rms_norm, in_axes=(0, None)), x, weight)
     assert dispatches == 1
     np.testing.assert_allclose(y, EXAMPLES["rms_norm"][0](x, weight), rtol=1e-5, atol=1e-6)

@@ -6,6 +6,7 @@ import os
 import re
 from collections import namedtuple
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_webgpu import folder, hub, primitive
+from jax_webgpu.batch import Batch
+from jax_webgpu.batch import check as check_batch
 from jax_webgpu.capabilities import Capabilities
 from jax_webgpu.describe import describe
 from jax_webgpu.errors import CallError, DerivativeError, DTypeError
@@ -50,12 +53,16 @@ def load_kernel(
       revision: in place of a version, the 40 digits of a commit.
       vmap_axis: the axis of every input and output along which the kernel makes no difference
         between one array and several one behind the other; or, by port name, that of some inputs
-        and of every output. `jax.vmap` then makes one call, with the batch folded into this axis.
-        Inputs that are not named must be the same for the whole batch, or `vmap_method` applies.
+        and of every output. `jax.vmap` then makes one call, in which this axis is longer, by the
+        size of the batch; negative ones count from the last axis of a single element. An input
+        that the batch shares is repeated along its axis, or stays as it is where it has no axes
+        or is not named. `vmap_method` applies where one that is mapped has none, and where the
+        axes are not equally long.
       vmap_method: what `jax.vmap` does else, in the words of `jax.pure_callback`:
         ``"sequential"``, the default, calls the kernel for each element of the batch;
         ``"expand_dims"`` and ``"broadcast_all"`` call it once with one more axis in front, of
-        size 1 or of the batch's for what is not mapped.
+        size 1 or of the batch's for what is not mapped. A call that stands for a batch is tried
+        before it first runs, and refused if the kernel mixes what `vmap` put into it.
       tunables: values for the manifest's tunables, in place of their defaults.
 
     Returns:
@@ -161,14 +168,14 @@ class Kernel:
         asked = _asked(self.spec, outputs)
         if self._jvp is None and self._vjp is None:
             return self._bind(attributes, args, asked, *arrays)
-        call = functools.partial(self._bind, attributes, args, asked)
+        call = partial(self._bind, attributes, args, asked)
         known = _filled(self.spec, attributes) | dict.fromkeys(self.spec.args) | dict(args)
         if outputs is not None:
             known["outputs"] = outputs
-        packed = functools.partial(_repacked, self.spec.name, tuple(name for name, _ in asked))
+        packed = partial(_repacked, self.spec.name, tuple(name for name, _ in asked))
         if self._jvp is not None:
-            return _with_jvp(call, functools.partial(self._jvp, **known), packed)(*arrays)
-        forward, backward = (functools.partial(rule, **known) for rule in self._vjp or ())
+            return _with_jvp(call, partial(self._jvp, **known), packed)(*arrays)
+        forward, backward = (partial(rule, **known) for rule in self._vjp or ())
         return _with_vjp(call, forward, backward, packed)(*arrays)
 
     def _bind(self, attributes: Pairs, args: Pairs, asked: Any, *arrays: Any) -> Any:
@@ -283,6 +290,9 @@ def _vmap_axes(spec: Spec, axis: Any) -> dict[str, int]:
             raise CallError(f"vmap_axis names {name!r}; {spec.name} has {', '.join(sorted(ports))}")
         if isinstance(each, bool) or not isinstance(each, int):
             raise DTypeError(f"vmap_axis must be an integer, or integers by name, got {each!r}")
+        rank = (spec.inputs.get(name) or spec.outputs[name]).rank
+        if isinstance(axis, Mapping) and isinstance(rank, int) and not -rank <= each < rank:
+            raise CallError(f"vmap_axis is {each} for {name}, which has the rank {rank}")
     for name in spec.outputs:
         if name not in axes:
             raise CallError(f"vmap_axis names no axis of the output {name}")
@@ -517,6 +527,13 @@ def _fit(resolved: Resolved, capabilities: Capabilities) -> Resolved:
     return resolved if default <= most else resolved.with_tunables(WORKGROUP_SIZE=most)
 
 
+def _early(static: Pairs, resolved: Resolved) -> None:
+    """Tries a call that stands for a batch."""
+    batch = dict(static).get("batch")
+    if batch is not None:
+        check_batch(_registered(resolved.spec).operator, batch, resolved)
+
+
 class Rules:
     """Operands are the inputs that are given; what a rule needs more is in the `Kernel`, static.
 
@@ -525,7 +542,7 @@ class Rules:
     """
 
     def __init__(self, spec: Spec):
-        self.operator = Operator(spec.name, spec, fit=_fit)
+        self.operator = Operator(spec.name, spec, early=_early, fit=_fit)
 
     def resolve(self, call: Call, tensors: tuple[Tensor, ...]) -> Resolved:
         own, static = self.operator.spec, dict(call.static)
@@ -543,11 +560,14 @@ class Rules:
         )
 
     def results(self, call: Call, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return self._shown(call, _registered(self.operator.spec).resolve(call, tensors))
+
+    def _shown(self, call: Call, resolved: Resolved) -> tuple[Tensor, ...]:
+        """The outputs as JAX has them: no int64 without 64-bit mode."""
         wide = dict(call.static)["x64"]
-        outputs = _registered(self.operator.spec).resolve(call, tensors).outputs
         return tuple(
             Tensor(tensor.shape, "int32") if tensor.dtype == "int64" and not wide else tensor
-            for _, tensor in outputs
+            for _, tensor in resolved.outputs
         )
 
     def narrow(self, call: Call, *operands: Any) -> tuple[Call, Sequence[Any]]:
@@ -589,23 +609,46 @@ class Rules:
     def batch(
         self, call: Call, operands: Sequence[Any], axes: Sequence[int | None], size: int
     ) -> tuple[Sequence[Any], Sequence[int]]:
+        if call.settings.implementation == "reference":
+            results = jax.vmap(partial(self.reference, call), in_axes=tuple(axes))(*operands)
+            return results, [0] * len(results)
         kernel: Kernel = dict(call.static)["kernel"]
-        inputs = dict(call.static)["inputs"]
-        mapped = dict(zip(inputs, axes, strict=True))
-        own = {name: each for name, each in kernel.vmap_axes.items() if name in mapped}
         single = [_without(each.shape, axis) for each, axis in zip(operands, axes, strict=True)]
-        ranks = dict(zip(inputs, map(len, single), strict=True))
-        lengths = {
-            shape[own[name]]
-            for name, shape in zip(inputs, single, strict=True)
-            if name in own and -ranks[name] <= own[name] < ranks[name]
-        }
-        folds = all(name in own or axis is None for name, axis in mapped.items())
-        if kernel.vmap_axes and folds and len(lengths) == 1:
-            return self._folded(call, operands, axes, size, single)
+        where = self._folds(call, axes, single)
+        if where is not None:
+            return self._folded(call, operands, axes, size, single, where)
         if kernel.vmap_method == "sequential":
             return self._sequential(call, operands, axes)
         return self._expanded(call, operands, axes, size, single)
+
+    def _folds(
+        self, call: Call, axes: Sequence[int | None], single: Sequence[tuple[int, ...]]
+    ) -> list[int | None] | None:
+        """For each input the axis that the batch goes into, None where there is none.
+
+        None for all where `vmap_method` applies: an input that is mapped is not named, or has no
+        axes, or the axes are not equally long.
+        """
+        static = dict(call.static)
+        kernel: Kernel = static["kernel"]
+        where = list[int | None]()
+        for name, axis, shape in zip(static["inputs"], axes, single, strict=True):
+            at = kernel.vmap_axes.get(name) if shape else None
+            if at is None and axis is not None:
+                return None
+            where.append(None if at is None else self._axis(name, at, shape))
+        lengths = {shape[at] for at, shape in zip(where, single, strict=True) if at is not None}
+        return where if len(lengths) == 1 else None
+
+    def _axis(self, name: str, axis: int, shape: tuple[int, ...]) -> int:
+        """The axis of `vmap_axis` counted from the front."""
+        rank = len(shape)
+        if not -rank <= axis < rank:
+            raise CallError(
+                f"{self.operator.name}: vmap_axis is {axis} for {name}, which has the shape "
+                f"{shape} for one element of the batch; expected {-rank} to {rank - 1}"
+            )
+        return axis % rank
 
     def _folded(
         self,
@@ -614,41 +657,50 @@ class Rules:
         axes: Sequence[int | None],
         size: int,
         single: Sequence[tuple[int, ...]],
+        where: list[int | None],
     ) -> tuple[Sequence[Any], Sequence[int]]:
         """One call: the batch goes into an axis of each port that has one for it."""
         static = dict(call.static)
-        where = static["kernel"].vmap_axes
         folded = []
-        for name, operand, axis, shape in zip(
-            static["inputs"], operands, axes, single, strict=True
-        ):
-            if name in where:
-                at = where[name] % len(shape)
+        for at, operand, axis, shape in zip(where, operands, axes, single, strict=True):
+            if at is not None:
                 if axis is None:
                     operand = jnp.broadcast_to(jnp.expand_dims(operand, at), _with(shape, at, size))
                 else:
                     operand = jnp.moveaxis(operand, axis, at)
                 operand = operand.reshape(_times(shape, at, size))
             folded.append(operand)
-        wanted = self._single(call, operands, single)
+        one = self._single(call, operands, single)
+        wanted = self._shown(call, one)
+        vmap_axes = static["kernel"].vmap_axes
         ends = [
-            where[name] % max(1, len(each.shape))
+            self._axis(name, vmap_axes[name], each.shape) if each.shape else 0
             for (name, _), each in zip(static["outputs"], wanted, strict=True)
         ]
         asked = tuple(
-            (name, _resized(given, functools.partial(_times, axis=at, size=size)))
+            (name, _resized(given, partial(_times, axis=at, size=size)))
             for (name, given), at in zip(static["outputs"], ends, strict=True)
         )
-        results = _registered(self.operator.spec).apply(call.with_static(outputs=asked), *folded)
-        unfolded = []
-        for (name, _), result, each, at in zip(asked, results, wanted, ends, strict=True):
-            if not each.shape or result.shape != _times(each.shape, at, size):
-                raise CallError(
-                    f"{self.operator.name}: vmap_axis is {where[name]} for {name}, which is "
-                    f"{each}: folding a batch of {size} into that axis of the inputs gives "
-                    f"{result.shape}"
-                )
-            unfolded.append(result.reshape(_with(each.shape, at, size)))
+        batch = Batch(one, size, tuple(where), tuple(ends), static.get("batch"))
+        whole = call.with_static(outputs=asked, batch=batch)
+        try:
+            made = self.results(whole, primitive.tensors_of(folded))
+            for (name, _), result, each, at in zip(asked, made, wanted, ends, strict=True):
+                if not each.shape or result.shape != _times(each.shape, at, size):
+                    raise CallError(
+                        f"vmap_axis is {vmap_axes[name]} for {name}, which is {each} for one "
+                        f"element, and would be {result}"
+                    )
+            results = _registered(self.operator.spec).apply(whole, *folded)
+        except CallError as error:
+            raise CallError(
+                f"{self.operator.name}: vmap_axis folds a batch of {size} into one call, which is "
+                f"refused: {error}"
+            ) from None
+        unfolded = [
+            result.reshape(_with(each.shape, at, size))
+            for result, each, at in zip(results, wanted, ends, strict=True)
+        ]
         return unfolded, ends
 
     def _sequential(
@@ -691,24 +743,28 @@ class Rules:
             (name, _resized(given, lambda shape: (size, *shape)))
             for name, given in static["outputs"]
         )
-        results = _registered(self.operator.spec).apply(call.with_static(outputs=asked), *expanded)
-        for (name, _), result, each in zip(
-            asked, results, self._single(call, operands, single), strict=True
-        ):
+        alone = self._single(call, operands, single)
+        where = tuple(0 if broadcast or axis is not None else None for axis in axes)
+        batch = Batch(alone, size, where, (0,) * len(asked), static.get("batch"))
+        whole = call.with_static(outputs=asked, batch=batch)
+        made = self.results(whole, primitive.tensors_of(expanded))
+        for (name, _), result, each in zip(asked, made, self._shown(call, alone), strict=True):
             if result.shape != (size, *each.shape):
                 raise CallError(
                     f"{self.operator.name}: with one more axis of {size} in front of the inputs "
                     f"{name} is {result.shape}; expected {(size, *each.shape)}: load it with "
                     "vmap_method='sequential'"
                 )
+        results = _registered(self.operator.spec).apply(whole, *expanded)
         return results, [0] * len(results)
 
     def _single(
         self, call: Call, operands: Sequence[Any], shapes: Sequence[tuple[int, ...]]
-    ) -> tuple[Tensor, ...]:
-        """The outputs for one element of a batch."""
+    ) -> Resolved:
+        """The call for one element of a batch."""
         dtypes = [str(operand.dtype) for operand in operands]
-        return self.results(call, tuple(map(Tensor, shapes, dtypes)))
+        tensors = tuple(map(Tensor, shapes, dtypes))
+        return _registered(self.operator.spec).resolve(call, tensors)
 
     def jvp(self, call: Call, operands: Sequence[Any], tangents: Sequence[Any]) -> Sequence[Any]:
         """Of a linear kernel: itself, of the tangents."""
