@@ -145,8 +145,9 @@ def _parser() -> argparse.ArgumentParser:
         "lint",
         help="check a kernel folder: manifest, templates, every variant on a table of devices",
         description="Loads the folder, points out what looks wrong in it, then renders each "
-        "variant for devices on paper and compiles it on this machine's. The exit status is 1 "
-        "where the folder or a variant fails; what may be meant is a warning.",
+        "variant, in each dtype and as the folder's tests call it, for devices on paper, and "
+        "compiles it on this machine's. The exit status is 1 where the folder or a variant fails; "
+        "what may be meant is a warning.",
     )
     _add_folder(lint_)
     lint_.set_defaults(run=_lint)
@@ -328,29 +329,31 @@ def _lint(options: argparse.Namespace) -> int:
     manifest = files.read_bytes(MANIFEST)
     spec = loads(manifest, files.path / MANIFEST, files.read_bytes)
     names = [path.name for path in files.path.iterdir()] if files.path.is_dir() else []
-    found = [*lint.findings(spec, names)]
-    for finding in found:
-        print(f"warning: {finding}")
-    calls = review.calls(spec, files)
-    missing = [variant.id for variant in spec.variants if variant.id not in calls]
-    for name in missing:
-        print(f"warning: variant {name}: no call was found that it takes: give it a test case")
-    failed, warnings = 0, dict[str, None]()
+    findings = [*lint.findings(spec, names)]
+    calls, refused = review.calls(spec, files)
+    wrong = [each.place for each in findings if each.is_error]
+    for name, reason in refused.items():
+        if not any(f"variant {name}," in f"{place}," or place == "when" for place in wrong):
+            nearest = f"; of the nearest: {reason}" if reason else ""
+            message = f"no call was found that it takes: give it a test case{nearest}"
+            findings.append(lint.Finding(f"variant {name}", message))
+    for finding in findings:
+        print(f"{'error' if finding.is_error else 'warning'}: {finding}")
+    errors, warnings = len(wrong), dict[str, None]()
     for variant, verdicts in itertools.groupby(review.review(calls), lambda each: each.variant):
         statuses = []
         for verdict in verdicts:
-            failed += verdict.status == "fails"
+            errors += verdict.status == "fails"
             statuses.append(f"{verdict.device} {verdict.status}")
-            if verdict.detail and verdict.status == "fails":
-                print(f"error: variant {variant} on {verdict.device}: {verdict.detail}")
-            if verdict.warning:
-                warnings[verdict.warning] = None
+            for detail in verdict.details if verdict.status == "fails" else ():
+                print(f"error: variant {variant} on {verdict.device}: {detail}")
+            warnings |= dict.fromkeys(verdict.warnings)
         print(f"{variant}: {', '.join(statuses)}", flush=True)
     for warning in warnings:
         print(f"warning: {warning}")
-    count = len(found) + len(missing) + len(warnings)
-    print(f"{files.path}: {len(spec.variants)} variants, {failed} errors, {count} warnings")
-    return 1 if failed else 0
+    count = len(findings) - len(wrong) + len(warnings)
+    print(f"{files.path}: {len(spec.variants)} variants, {errors} errors, {count} warnings")
+    return 1 if errors else 0
 
 
 def _test(options: argparse.Namespace) -> int:

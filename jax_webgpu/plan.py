@@ -7,7 +7,7 @@ the device it is made for. A plan can be printed and tested on a machine without
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from jax_webgpu import dtypes, uniforms, variants, wgsl
@@ -90,6 +90,8 @@ class PassPlan:
     view_alias: tuple[tuple[str, str], ...] = ()
     template: str = ""
     """The file that the WGSL was rendered from; empty where none was."""
+    workgroup_size: Any = None
+    """What `dispatch` says that the template declares; of a strict plan alone."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -424,6 +426,9 @@ class _Step:
         self.last = PassPlan(
             self.label, code, bindings, workgroups, step.view_alias, self.template.name
         )
+        if self.planner.strict and step.dispatch.workgroup_size is not None:
+            size = evaluate(step.dispatch.workgroup_size, self.names)
+            self.last = replace(self.last, workgroup_size=size)
         return self.last
 
     def _enter(self, loops: Mapping[str, Any]) -> None:
