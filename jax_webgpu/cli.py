@@ -244,10 +244,8 @@ def _explain(options: argparse.Namespace) -> int:
     for plan in plans:
         print(plan.describe())
         names = variants.select(plan.resolved, plan.capabilities).scope
-        print("the other variants")
-        print(
-            "\n".join(variants.grouped(variants.refusals(plan.resolved, plan.capabilities, names)))
-        )
+        others = variants.grouped(variants.refusals(plan.resolved, plan.capabilities, names))
+        print("\n".join(["the other variants", *(others or ["  none: the manifest has no other"])]))
     return 0
 
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from jax_webgpu import device, lint, plan, probe, trial, variants, wgsl
+from jax_webgpu import device, lint, plan, probe, runtime, trial, variants, wgsl
 from jax_webgpu.capabilities import IDEAL, PRESETS, Capabilities
 from jax_webgpu.errors import AdapterError, DeviceError, JaxWebGPUError, ShaderError
 from jax_webgpu.folder import Folder
@@ -107,7 +107,7 @@ def _verdict(
     try:
         planned = plan.anew(call, capabilities)
         if gpu is not None:
-            gpu.compile(planned.passes)
+            runtime.compile_(planned, gpu)
     except ShaderError as error:
         return Verdict(variant, name, "fails", (str(error),))
     except DeviceError as error:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
-from jax_webgpu import device, plan, program, resources, spec
+from jax_webgpu import device, plan, program, resources, spec, wgsl
 from jax_webgpu.capabilities import Capabilities
-from jax_webgpu.errors import CallError, LimitError
+from jax_webgpu.errors import CallError, DeviceError, LimitError, ShaderError
 from jax_webgpu.plan import Buffer
 from jax_webgpu.resolve import Pairs, Resolved, Tensor
 from jax_webgpu.spec import Spec
@@ -74,6 +74,26 @@ class Operator:
         if self.fit is not None:
             resolved = self.fit(resolved, capabilities)
         return plan.make(resolved, capabilities)
+
+
+def compile_(planned: plan.Plan, gpu: device.Device) -> None:
+    """Compiles the shaders of a plan, and runs nothing.
+
+    Raises:
+      ShaderError: wgpu refuses one; the text ends in the template, the line, and what is wrong.
+      DeviceError: the device failed.
+    """
+    templates = planned.resolved.spec.templates
+    for each in planned.passes:
+        try:
+            gpu.compile([each])
+        except ShaderError as error:
+            words, template = str(error.__cause__), templates[each.template]
+            if not wgsl.is_refusal(words):
+                raise DeviceError(str(error)) from error.__cause__
+            who = str(error).partition(" refuses the shader")[0]
+            told = wgsl.refusal(template.name, template.source, each.wgsl, words)
+            raise ShaderError(f"{who} refuses this:\n{told}") from None
 
 
 @functools.cache

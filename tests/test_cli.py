@@ -109,6 +109,13 @@ def test_wrong_use(capsys, line, message):
     assert message in capsys.readouterr().err
 
 
+def test_explain_a_folder_of_one_variant(capsys):
+    kernels = pathlib.Path(__file__).parents[1] / "examples" / "kernels"
+    status, out, _ = call(capsys, f"explain {kernels / 'scan'} x=float32:8 --device floor")
+    assert status == 0
+    assert out.endswith("the other variants\n  none: the manifest has no other\n")
+
+
 def test_info(capsys):
     status, out, _ = call(capsys, "info")
     assert status == 0

@@ -5,6 +5,7 @@ import inspect
 import json
 import pickle
 import pydoc
+import re
 import shutil
 from functools import partial
 from pathlib import Path
@@ -192,7 +193,13 @@ def test_the_own_manifests_as_folders(run, tmp_path):
     ("call", "error", "message"),
     [
         (lambda k, x: k(), CallError, "the input x is missing"),
-        (lambda k, x: k(x, x, x), CallError, r"takes 2 inputs \(x, bias\), got 3"),
+        (
+            lambda k, x: k(x, x, 3),
+            CallError,
+            r"takes 2 inputs \(x, bias\), got 3; attributes and arguments go by name, as factor=…",
+        ),
+        (lambda k, x: k(x, factor=True), CallError, "factor is true; expected a number"),
+        (lambda k, x: k(x, mode=["plain"]), CallError, r'mode is \["plain"\]; expected a string'),
         (lambda k, x: k(x, x=x), CallError, "the input x is given by position and by name"),
         (lambda k, x: k(x, factr=1), CallError, "has no 'factr'; it has x, bias, factor, mode"),
         (lambda k, x: k(x, mode="up"), CallError, "mode is .*up.*; expected one of .*plain"),
@@ -212,6 +219,74 @@ def test_the_own_manifests_as_folders(run, tmp_path):
 def test_what_is_refused(run, scale, call, error, message):
     with pytest.raises(error, match=message):
         run(lambda x: call(scale, x), floats(4))
+
+
+def test_equal_values_of_another_kind_are_refused_after_a_call(scale):
+    """JAX keeps what it traced by values that are equal, and True is 1."""
+    x = floats(4)
+    for f in (scale, jax.jit(scale, static_argnames="factor")):
+        np.testing.assert_array_equal(f(x, factor=1), x)
+        with pytest.raises(CallError, match="factor is true; expected a number"):
+            f(x, factor=True)
+
+
+def test_an_argument_of_another_kind(accumulate):
+    x = floats(4)
+    accumulate(x, x, amount=1)
+    with pytest.raises(CallError, match="amount is true; expected f32"):
+        accumulate(x, x, amount=True)
+
+
+def test_takes_one_input(moments):
+    with pytest.raises(CallError, match=r"Moments takes 1 input \(x\), got 2$"):
+        moments(floats(2, 2), 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "call", "message"),
+    [
+        ("moments", lambda k: k(3.0), r"no variant .*\n  only: `ranks.x == 2`: 0, expected 2"),
+        ("moments", lambda k: k(floats(3)), r"no variant .*\n  only: `ranks.x == 2`: 1, exp"),
+        (
+            "take",
+            lambda k: k(3.0, np.zeros(3, "int32"), np.zeros(3, "int32")),
+            r"the shape of y comes out as \[3, undefined\]; of x = float32\[\], rows = int64\[3\]",
+        ),
+    ],
+)
+def test_a_number_for_an_array(run, tmp_path, name, call, message):
+    """The clauses refuse it; shapes of outputs that fail for it come first, and tell less."""
+    kernel = load_kernel(getattr(folders, name)(tmp_path))
+    with pytest.raises(CallError, match=message):
+        call(kernel)
+
+
+def test_a_rank_that_is_documented_is_told_where_the_shape_fails(tmp_path):
+    path = folders.moments(tmp_path)
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["variants"][0]["when"] = []
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CallError, match=r"x is float32\[\]; expected an array of rank 2"):
+        load_kernel(path)(3.0)
+
+
+def test_wgsl_that_is_refused_is_told_before_the_call(run, tmp_path):
+    """As the last thing, with the line of the template, and in no error of JAX's."""
+    path = folders.scale(tmp_path)
+    template = path / "scale.wgsl.jinja"
+    template.write_text(template.read_text().replace("y[i] = scaled;", "y[i] = scald;"))
+    kernel = load_kernel(path)
+    for f in (kernel, jax.vmap(kernel), jax_webgpu.fuse(lambda x: kernel(x) + 1)):
+        with pytest.raises(jax_webgpu.ShaderError) as caught:
+            run(f, floats(3, 4))
+        lines = str(caught.value).partition("\n------")[0].splitlines()
+        assert re.fullmatch(
+            r"scale\.wgsl\.jinja:11 \(line \d+ of the WGSL\): no definition .*`scald`", lines[-1]
+        )
+        assert any(re.match(r"> +\d+ \|   y\[i\] = scald;", line) for line in lines)
+    np.testing.assert_array_equal(
+        run(lambda x: kernel(x, mode="negated"), np.ones(3, "f4")), [-2] * 3
+    )
 
 
 def test_a_traced_attribute(scale):
@@ -542,6 +617,151 @@ def test_defvjp(run, scale):
     x, bias = floats(4), floats(4)
     gradients = run(jax.grad(lambda x, b: scale(x, b, factor=3).sum(), (0, 1)), x, bias)
     np.testing.assert_array_equal(gradients, [[3.0] * 4, [1.0] * 4])
+
+
+def right(primals, tangents, *, factor, mode):
+    return 2 * primals[0], 2 * tangents[0]
+
+
+SIGNATURE = r": expected def {}\(primals, tangents, \*, factor, mode\): return \(result, tangent\)"
+
+
+@pytest.mark.parametrize(
+    ("rule", "error", "message"),
+    [
+        (lambda primals: None, DTypeError, "cannot be called: too many positional arguments"),
+        (lambda p, t: None, DTypeError, "cannot be called: got an unexpected keyword argument"),
+        (lambda p, t, *, factor, mode, k: None, DTypeError, "called: missing a required .*'k'"),
+        (lambda p, t, **_: p[0], CallError, r"returns float32\[4\]"),
+        (lambda p, t, **_: None, CallError, "returns None"),
+        (lambda p, t, **_: (p[0], t[0], t[0]), CallError, "returns a tuple of 3"),
+        (
+            lambda p, t, **_: (p[0][:2], t[0]),
+            CallError,
+            r"returns float32\[2\] as the result y, which is float32\[4\]",
+        ),
+        (
+            lambda p, t, **_: (p[0], t[0].astype("float16")),
+            CallError,
+            r"returns float16\[4\] as the tangent y, which is float32\[4\]",
+        ),
+        (
+            lambda p, t, **_: (p[0], t),
+            CallError,
+            r"returns a tuple of 2 as the tangent; there are y",
+        ),
+        (lambda p, t, **_: (None, t[0]), CallError, "returns None as the result y"),
+        (lambda p, t, **_: (p[0], 0.0), CallError, "returns a float as the tangent y"),
+    ],
+)
+def test_a_wrong_defjvp(run, scale, rule, error, message):
+    """The rule and the kernel are named, and how the rule should be written."""
+    rule.__name__ = "wrong"
+    scale.defjvp(rule)
+    told = rf"wrong, a rule that scale.defjvp was given, .*{message}.*{SIGNATURE.format('wrong')}"
+    with pytest.raises(error, match=told):
+        run(jax.grad(lambda x: scale(x).sum()), floats(4))
+    scale.defjvp(right)
+    assert run(jax.grad(lambda x: scale(x).sum()), floats(4)).tolist() == [2.0] * 4
+
+
+def test_a_tangent_that_is_none_is_zero(run, scale, take):
+    scale.defjvp(lambda primals, tangents, **_: (primals[0], None))
+    assert run(jax.grad(lambda x: scale(x).sum()), floats(4)).tolist() == [0.0] * 4
+
+    @take.defjvp
+    def rows(primals, tangents):  # of the int64 output none
+        x, at, wide = primals
+        return (x[at], wide), (tangents[0][at], None)
+
+    at, wide = np.array([2, 0], np.int32), np.array([7], np.int32)
+    gradient = run(jax.grad(lambda x: take(x, at, wide).y.sum()), floats(3, 2))
+    np.testing.assert_array_equal(gradient, [[1, 1], [0, 0], [1, 1]])
+
+
+def test_a_wrong_number_of_tangents(run, moments):
+    moments.defjvp(lambda primals, tangents: (moments(*primals), tangents[0].sum(1)))
+    with pytest.raises(
+        CallError, match=r"moments.defjvp .* as the tangent; there are total, square"
+    ):
+        run(jax.grad(lambda x: moments(x).square.sum()), floats(3, 4))
+
+
+@pytest.mark.parametrize(
+    ("forward", "backward", "error", "message"),
+    [
+        (
+            lambda x: None,
+            lambda *_, **__: None,
+            DTypeError,
+            r"def there\(x, bias, \*, factor, mode\)",
+        ),
+        (
+            lambda x, b, **_: x,
+            lambda *_, **__: None,
+            CallError,
+            r"returns float32\[4\]: expected def there",
+        ),
+        (
+            lambda x, b, **_: (x[:2], x),
+            lambda *_, **__: None,
+            CallError,
+            "as the result y, which is",
+        ),
+        (
+            lambda x, b, **_: (x, x),
+            lambda kept: None,
+            DTypeError,
+            r"def back\(kept, cotangent, \*,",
+        ),
+        (
+            lambda x, b, **_: (x, x),
+            lambda kept, ct, **_: (ct,),
+            CallError,
+            r"a tuple of 1; there are x, bias: .* def back\(.*\(cotangent of x, cotangent of bias",
+        ),
+        (
+            lambda x, b, **_: (x, x),
+            lambda kept, ct, **_: (ct[:3], None),
+            CallError,
+            r"returns float32\[3\] as the cotangent of x, which is float32\[4\]",
+        ),
+    ],
+)
+def test_a_wrong_defvjp(run, scale, forward, backward, error, message):
+    forward.__name__, backward.__name__ = "there", "back"
+    scale.defvjp(forward, backward)
+    with pytest.raises(error, match=rf"scale.defvjp was given, .*{message}"):
+        run(jax.grad(lambda x: scale(x).sum()), floats(4))
+
+
+def test_a_rule_that_is_no_function(scale):
+    for setter in (scale.defjvp, scale.deftranspose, scale.defreference):
+        with pytest.raises(DTypeError, match=rf"{setter.__name__} takes a function, got int"):
+            setter(3)
+    with pytest.raises(DTypeError, match="defvjp takes a function, got NoneType"):
+        scale.defvjp(right, None)
+
+
+@pytest.mark.parametrize(
+    ("transpose", "message"),
+    [
+        (lambda ct, **_: ct, "the transpose gives 1 cotangents; expected 2"),
+        (
+            lambda ct, **_: (ct, ct[:2]),
+            r"gives bias the cotangent float32\[2\]; expected float32\[4",
+        ),
+        (
+            lambda ct, **_: (ct.astype("float16"), ct),
+            r"gives x the cotangent float16\[4\]; expected",
+        ),
+        (lambda ct, **_: (1.0, ct), r"gives x the cotangent 1.0; expected float32\[4\]"),
+    ],
+)
+def test_a_wrong_transpose(run, scale, transpose, message):
+    scale.deftranspose(transpose)
+    with pytest.raises(CallError, match=message):
+        run(jax.grad(lambda x, b: scale(x, b).sum(), (0, 1)), floats(4), floats(4))
 
 
 def test_deftranspose(run, scale):

@@ -177,7 +177,10 @@ def test_every_dtype_is_compiled(capsys, tmp_path):
     changed(path, with_key("typeConstraints", "T", value=["float32", "int32"]))
     status, out = call(capsys, path)
     assert (status, len(re.findall("^error: ", out, re.M))) == (1, 1)
-    assert "array<i32>" in out
+    assert re.search(r"^> .* y\[i\] = x\[i\] \+ 0.5f;$", out, re.M)
+    assert re.search(
+        r"^one\.wgsl\.jinja:6 \(line .* automatic|^one\.wgsl\.jinja:6 .*Sint", out, re.M
+    )
 
 
 def test_the_calls_of_the_tests_are_compiled(capsys, tmp_path):

@@ -6,6 +6,7 @@ import os
 import re
 from collections import namedtuple
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_webgpu import folder, hub, primitive
+from jax_webgpu import config, device, folder, hub, primitive, runtime, variants
 from jax_webgpu.batch import Batch
 from jax_webgpu.batch import check as check_batch
-from jax_webgpu.capabilities import Capabilities
+from jax_webgpu.capabilities import IDEAL, Capabilities
 from jax_webgpu.describe import describe
 from jax_webgpu.errors import CallError, DerivativeError, DTypeError
+from jax_webgpu.expressions import EVERY, Expression
 from jax_webgpu.ops.common import array
+from jax_webgpu.ops.derivatives import Differentiated
 from jax_webgpu.primitive import Call
-from jax_webgpu.resolve import Pairs, Resolved, Tensor, checked_tunables, resolve
+from jax_webgpu.resolve import (
+    Pairs,
+    Resolved,
+    Tensor,
+    checked_args,
+    checked_attributes,
+    checked_tunables,
+    resolve,
+)
 from jax_webgpu.runtime import Operator
 from jax_webgpu.spec import Spec, loads
 from jax_webgpu.values import UNDEFINED
@@ -172,27 +183,45 @@ class Kernel:
         known = _filled(self.spec, attributes) | dict.fromkeys(self.spec.args) | dict(args)
         if outputs is not None:
             known["outputs"] = outputs
-        packed = partial(_repacked, self.spec.name, tuple(name for name, _ in asked))
+        names = tuple(name for name, _ in asked)
+        differentiated = Differentiated(
+            kernel=self.__name__,
+            inputs=tuple(self.spec.inputs),
+            outputs=names,
+            results=partial(self._results, attributes, args, asked),
+            packed=partial(_packed, self.spec.name, names),
+            known=known,
+        )
         if self._jvp is not None:
-            return _with_jvp(call, partial(self._jvp, **known), packed)(*arrays)
-        forward, backward = (partial(rule, **known) for rule in self._vjp or ())
-        return _with_vjp(call, forward, backward, packed)(*arrays)
+            return differentiated.with_jvp(call, self._jvp)(*arrays)
+        assert self._vjp is not None
+        return differentiated.with_vjp(call, *self._vjp)(*arrays)
 
     def _bind(self, attributes: Pairs, args: Pairs, asked: Any, *arrays: Any) -> Any:
         """`arrays` are those of all inputs, None where one is left out."""
-        ports = [
-            name for name, each in zip(self.spec.inputs, arrays, strict=True) if each is not None
-        ]
+        static, operands = self._static(args, asked, arrays)
+        results = _registered(self.spec).bind(operands, attributes, static)
+        return _packed(self.spec.name, tuple(name for name, _ in asked), results)
+
+    def _results(
+        self, attributes: Pairs, args: Pairs, asked: Any, *arrays: Any
+    ) -> tuple[Tensor, ...]:
+        """The outputs that `_bind` would give."""
+        static, operands = self._static(args, asked, arrays)
+        call = Call(attributes, static, config.settings())
+        return _registered(self.spec).rules.results(call, primitive.tensors_of(operands))
+
+    def _static(self, args: Pairs, asked: Any, arrays: Sequence[Any]) -> tuple[Pairs, list[Any]]:
+        """What a call keeps beside its attributes, and its operands."""
+        ports = zip(self.spec.inputs, arrays, strict=True)
         static = (
             ("kernel", self),
-            ("inputs", tuple(ports)),
+            ("inputs", tuple(name for name, each in ports if each is not None)),
             ("outputs", asked),
             ("args", args),
             ("x64", jax.dtypes.canonicalize_dtype("int64") == np.int64),
         )
-        operands = [each for each in arrays if each is not None]
-        results = _registered(self.spec).bind(operands, attributes, static)
-        return _packed(self.spec.name, tuple(name for name, _ in asked), results)
+        return static, [each for each in arrays if each is not None]
 
     # ---- derivatives
 
@@ -205,7 +234,7 @@ class Kernel:
             name, the defaults too; returns the kernel's result and its tangent. JAX transposes it
             for reverse mode.
         """
-        self._jvp, self._vjp = rule, None
+        self._jvp, self._vjp = _function("defjvp", rule), None
         return rule
 
     def defvjp(self, forward: Callable[..., Any], backward: Callable[..., Any]) -> None:
@@ -218,7 +247,8 @@ class Kernel:
             by name; returns a tuple of the inputs' cotangents, None for one that has none, or the
             cotangent of the one input.
         """
-        self._jvp, self._vjp = None, (forward, backward)
+        self._vjp = _function("defvjp", forward), _function("defvjp", backward)
+        self._jvp = None
 
     def deftranspose(self, transpose: Callable[..., Any]) -> Callable[..., Any]:
         """Says that the kernel is linear, jointly in all its inputs of a float type.
@@ -231,7 +261,7 @@ class Kernel:
             name, of which a kernel is given those that it has. Returns the cotangent of the one
             float input, or a tuple of theirs.
         """
-        self._transpose = transpose
+        self._transpose = _function("deftranspose", transpose)
         return transpose
 
     def defreference(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -240,7 +270,7 @@ class Kernel:
         Args:
           function: called as the kernel is, in plain JAX; returns an array or a tuple of them.
         """
-        self._reference = function
+        self._reference = _function("defreference", function)
         return function
 
 
@@ -254,6 +284,13 @@ def _unpickled(
 
 
 # ---- checks -------------------------------------------------------------------------------------
+
+
+def _function(setter: str, given: Any) -> Callable[..., Any]:
+    if not callable(given):
+        raise DTypeError(f"{setter} takes a function, got {type(given).__name__}")
+    function: Callable[..., Any] = given
+    return function
 
 
 def _source(source: Any) -> str:
@@ -304,8 +341,11 @@ def _bound(
 ) -> tuple[dict[str, Any], Pairs, Pairs]:
     """The inputs, attributes and arguments of a call, by name."""
     if len(inputs) > len(spec.inputs):
-        has = ", ".join(spec.inputs) or "none"
-        raise CallError(f"{spec.name} takes {len(spec.inputs)} inputs ({has}), got {len(inputs)}")
+        count, has = len(spec.inputs), ", ".join(spec.inputs) or "none"
+        inputs_ = f"{count} input{'s' * (count != 1)}"
+        other = next(iter([*spec.attributes, *spec.args]), None)
+        hint = f"; attributes and arguments go by name, as {other}=…" if other else ""
+        raise CallError(f"{spec.name} takes {inputs_} ({has}), got {len(inputs)}{hint}")
     bound = dict(zip(spec.inputs, inputs, strict=False))
     attributes, args = dict[str, Any](), dict[str, Any]()
     for name, value in named.items():
@@ -320,7 +360,10 @@ def _bound(
         else:
             known = ", ".join([*spec.inputs, *spec.attributes, *spec.args, "outputs"])
             raise CallError(f"{spec.name} has no {name!r}; it has {known}")
-    return bound, _pairs(attributes), _pairs(args)
+    # Here, since JAX may take a call for an earlier one that is equal: True is 1 to it.
+    attributes = dict(checked_attributes(spec, attributes)) if attributes else attributes
+    given = {name: value for name, value in attributes.items() if named.get(name) is not None}
+    return bound, _pairs(given), _pairs(dict(checked_args(spec, args)) if args else args)
 
 
 def _pairs(values: Mapping[str, Any]) -> Pairs:
@@ -429,18 +472,13 @@ def _filled(spec: Spec, attributes: Pairs) -> dict[str, Any]:
     return {name: value for name, value in every if value is not UNDEFINED}
 
 
-# ---- results, signature, derivatives ------------------------------------------------------------
+# ---- results and signature ------------------------------------------------------------
 
 
 def _packed(name: str, names: tuple[str, ...], results: Sequence[Any]) -> Any:
     if len(results) == 1:
         return results[0]
     return _named_tuple(name, names)(*results)
-
-
-def _repacked(name: str, names: tuple[str, ...], results: Any) -> Any:
-    """What a rule returns as the kernel would: a plain tuple of several as the named one."""
-    return _packed(name, names, results) if len(names) > 1 else results
 
 
 @functools.cache
@@ -478,37 +516,6 @@ def _signature(spec: Spec) -> inspect.Signature:
     return inspect.Signature(parameters)
 
 
-def _with_jvp(
-    call: Callable[..., Any], rule: Callable[..., Any], packed: Callable[[Any], Any]
-) -> Callable[..., Any]:
-    def both(primals: Any, tangents: Any) -> Any:
-        result, tangent = rule(primals, tangents)
-        return packed(result), packed(tangent)
-
-    differentiable = jax.custom_jvp(call)
-    differentiable.defjvp(both)
-    return differentiable
-
-
-def _with_vjp(
-    call: Callable[..., Any],
-    forward: Callable[..., Any],
-    backward: Callable[..., Any],
-    packed: Callable[[Any], Any],
-) -> Callable[..., Any]:
-    def first(*arrays: Any) -> Any:
-        result, kept = forward(*arrays)
-        return packed(result), kept
-
-    def second(kept: Any, cotangent: Any) -> Any:
-        found = backward(kept, cotangent)
-        return found if isinstance(found, tuple) else (found,)
-
-    differentiable = jax.custom_vjp(call)
-    differentiable.defvjp(first, second)
-    return differentiable
-
-
 # ---- primitive ----------------------------------------------------------------------------------
 
 
@@ -527,11 +534,49 @@ def _fit(resolved: Resolved, capabilities: Capabilities) -> Resolved:
     return resolved if default <= most else resolved.with_tunables(WORKGROUP_SIZE=most)
 
 
+def _refusal(
+    spec: Spec, inputs: Mapping[str, Tensor], named: Mapping[str, Mapping[str, Any]]
+) -> CallError | None:
+    """Why no variant takes a call, as far as its inputs tell.
+
+    The shapes of outputs come before `when`, and fail where an input is not what the manifest
+    takes: in words of an expression, where `when` may say what is wrong.
+    """
+    outputs = re.compile("|".join(rf"\b{re.escape(name)}\b" for name in spec.outputs) or "(?!)")
+
+    def tells(clause: Expression) -> bool:
+        return not outputs.search(clause.text) and clause.reads.isdisjoint(lost)
+
+    lost = {EVERY, *spec.derive}
+    bare = replace(
+        spec,
+        outputs={},
+        derive={},
+        when=tuple(filter(tells, spec.when)),
+        variants=tuple(
+            replace(each, when=tuple(filter(tells, each.when)), superseded_by=())
+            for each in spec.variants
+        ),
+        digest=f"{spec.digest} without outputs",
+    )
+    try:
+        variants.select(resolve(bare, inputs, **named), IDEAL)
+    except CallError as error:
+        return error
+    for name, tensor in inputs.items():
+        rank = spec.inputs[name].rank
+        if isinstance(rank, int) and rank != len(tensor.shape):
+            return CallError(f"{spec.name}: {name} is {tensor}; expected an array of rank {rank}")
+    return None
+
+
 def _early(static: Pairs, resolved: Resolved) -> None:
-    """Tries a call that stands for a batch."""
+    """Compiles the call's WGSL, and tries a call that stands for a batch."""
+    operator, gpu = _registered(resolved.spec).operator, device.get()
+    runtime.compile_(operator.plan(resolved, gpu.capabilities), gpu)
     batch = dict(static).get("batch")
     if batch is not None:
-        check_batch(_registered(resolved.spec).operator, batch, resolved)
+        check_batch(operator, batch, resolved)
 
 
 class Rules:
@@ -549,15 +594,21 @@ class Rules:
         kernel: Kernel = static["kernel"]
         known = {*own.tunables}.union(*(dict(variant.tunables) for variant in own.variants))
         set_ = {name: value for name, value in call.settings.tunables if name in known}
-        inputs = dict(zip(static["inputs"], tensors, strict=True))
-        return resolve(
-            own,
-            {name: _as_int64(_admitted(own, name), each) for name, each in inputs.items()},
-            attributes=dict(call.attributes),
-            args=dict(static["args"]),
-            outputs=dict(static["outputs"]),
-            tunables={**set_, **dict(kernel.tunables)},
-        )
+        given = zip(static["inputs"], tensors, strict=True)
+        inputs = {name: _as_int64(_admitted(own, name), each) for name, each in given}
+        named = {
+            "attributes": dict(call.attributes),
+            "args": dict(static["args"]),
+            "tunables": {**set_, **dict(kernel.tunables)},
+        }
+        try:
+            return resolve(own, inputs, outputs=dict(static["outputs"]), **named)
+        except CallError as error:
+            clearer = _refusal(own, inputs, named)
+            if clearer is None and "the shape of " in str(error):
+                shown = ", ".join(f"{name} = {each}" for name, each in inputs.items())
+                clearer = CallError(f"{error}; of {shown}")
+            raise (error if clearer is None else clearer) from None
 
     def results(self, call: Call, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return self._shown(call, _registered(self.operator.spec).resolve(call, tensors))
@@ -812,13 +863,23 @@ class Rules:
             asked = {port.name: shape for port, shape in unsaid if port.shape is None}
             known |= {"outputs": asked} if asked else {}
         found = kernel._transpose(*given, *others, **known)
-        parts = iter(found if isinstance(found, tuple) else (found,))
-        made = [next(parts, None) if is_float else None for is_float in floats]
+        parts = found if isinstance(found, tuple) else (found,)
+        if len(parts) != sum(floats):
+            raise CallError(
+                f"{self.operator.name}: the transpose gives {len(parts)} cotangents; expected "
+                f"{sum(floats)}, one for each input of a float type that is given"
+            )
+        left = iter(parts)
+        made = [next(left) if is_float else None for is_float in floats]
         for name, operand, part in zip(static["inputs"], operands, made, strict=True):
-            if part is not None and part.shape != operand.shape:
+            if part is None:
+                continue
+            (like,) = primitive.tensors_of([operand])
+            got = primitive.tensors_of([part])[0] if hasattr(part, "dtype") else part
+            if got != like:
                 raise CallError(
-                    f"{self.operator.name}: the transpose gives {name} a cotangent of shape "
-                    f"{part.shape}; expected {operand.shape}"
+                    f"{self.operator.name}: the transpose gives {name} the cotangent {got}; "
+                    f"expected {like}"
                 )
         return [
             part if isinstance(operand, jax.ShapeDtypeStruct) else None
