@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # what reads has read enough; at exit Python would write again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except (JaxWebGPUError, ValueError) as error:
+    except (JaxWebGPUError, ValueError, OSError) as error:
         print(f"python -m jax_webgpu {options.command}: {error}", file=sys.stderr)
         return 1
     return status
@@ -133,7 +133,7 @@ def _parser() -> argparse.ArgumentParser:
             "--device", metavar="NAME", help=f"a device on paper: {', '.join(PRESETS)}"
         )
         each.add_argument(
-            "--workgroup-size", type=int, metavar="N", help="in place of the manifest's"
+            "--workgroup-size", type=_positive, metavar="N", help="in place of the manifest's"
         )
     for each in (rotary, split):
         each.add_argument("--dtype", default="float32", help="of the arrays; float32 by default")
@@ -202,6 +202,12 @@ def _shape(text: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def _positive(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of 1 or more")
+    return int(text)
+
+
 def _mebibytes(text: str) -> float:
     try:
         number = float(text)
@@ -237,7 +243,7 @@ def _explain(options: argparse.Namespace) -> int:
     tunables = {"WORKGROUP_SIZE": options.workgroup_size} if options.workgroup_size else {}
     function, arrays = options.call(options)
     settings = jax_webgpu.configure(tunables=tunables, overlays=not options.no_overlays)
-    with settings, jax.enable_x64(options.dtype == "int64"):
+    with settings, jax.enable_x64(options.dtype in ("int64", "uint64", "float64")):
         plans = jax_webgpu.explain(function, *arrays, device=options.device)
     asked = ", ".join(f"{array.dtype}{list(array.shape)}" for array in arrays)
     print(f"asked     {getattr(options, 'folder', options.operator)} of {asked}")
@@ -297,9 +303,13 @@ def _kernel(options: argparse.Namespace) -> tuple[Callable[..., Any], list[Any]]
         name, equals, text = each.partition("=")
         if not equals:
             raise ValueError(f"{each!r} is not of the form NAME=VALUE")
+        if name in inputs or name in named:
+            raise ValueError(f"{name} is given twice")
         if name in kernel.spec.inputs:
             dtype, _, sizes = text.partition(":")
             inputs[name] = _array(_sizes(sizes), dtype)
+            if inputs[name].dtype.itemsize == 8:
+                options.dtype = "int64"  # else JAX would take it for one of 32 bits
         elif name == "outputs":
             raise ValueError("outputs are named by --output")
         else:

@@ -101,12 +101,16 @@ def open_folder(
     """The verified files of a folder here or on the Hub; see `load_kernel`."""
     given = _source(source)
     path = Path(given)
-    if path.is_dir():
+    try:
+        is_folder, is_file = path.is_dir(), path.is_file()
+    except OSError as error:  # a name that no file can have
+        raise CallError(f"there is no kernel folder {_brief(given)}: {error.strerror}") from None
+    if is_folder:
         return folder.read(path)
-    if path.is_file():
+    if is_file:
         raise CallError(f"{given} is a file; give its folder")
     if version is None and revision is None and not re.fullmatch(r"[\w.-]+/[\w.-]+", given):
-        raise CallError(f"there is no kernel folder {given}")
+        raise CallError(f"there is no kernel folder {_brief(given)}")
     fetched = hub.fetch(given, version=version, revision=revision)
     return folder.read(fetched, fetched=True)
 
@@ -300,6 +304,12 @@ def _source(source: Any) -> str:
     if not given or "\0" in given:
         raise CallError(f"source is {given!r}; expected a folder or a repository id")
     return given
+
+
+def _brief(source: str) -> str:
+    """A name as it can be printed."""
+    shown = source if source.isprintable() and source.strip() else repr(source)
+    return shown if len(shown) <= 200 else f"{shown[:200]}…"
 
 
 def _vmap_method(method: Any) -> str:
