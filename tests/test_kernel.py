@@ -342,6 +342,20 @@ def test_help_reads_like_a_docstring(scale, accumulate):
     assert str(inspect.signature(accumulate)) == "(state, x, *, amount=None, outputs=None)"
 
 
+def test_help_describes_variants_and_tunables(tmp_path):
+    gelu = load_kernel(KERNELS / "gelu")
+    assert "\n  vec4: Four elements an invocation.\n" in gelu.__doc__
+    assert "  WORKGROUP_SIZE: 256 by default. Invocations a workgroup, as far as" in gelu.__doc__
+    path = folders.scale(tmp_path)
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["variants"][0] |= {"tunables": {"LANES": {"default": 4, "description": "Wide."}}}
+    manifest["variants"][1]["description"] = {"any": "thing"}
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    text = load_kernel(path).__doc__
+    assert "\n  LANES: 4 by default. Wide.\n" in text
+    assert "\n  bias_False_twice_True\n" in text
+
+
 def test_a_jaxpr_names_it(scale):
     jaxpr = jax.make_jaxpr(lambda x: scale(x, factor=3))(floats(4))
     assert names(jaxpr.jaxpr) == ["Scale"]
