@@ -124,6 +124,16 @@ def resolve(
     return replace(resolved, outputs=_outputs(resolved, outputs))
 
 
+def stated_shape(resolved: Resolved, name: str) -> tuple[int, ...] | None:
+    """The shape that the manifest gives an output of a call; None where it gives none."""
+    port = resolved.spec.outputs[name]
+    if port.shape is None:
+        return None
+    names = [name for name, _ in resolved.outputs]
+    before = replace(resolved, outputs=resolved.outputs[: names.index(name)])
+    return _shape(before, port, None, names)
+
+
 def scope(resolved: Resolved, capabilities: Capabilities) -> dict[str, Any]:
     """The names of expressions, without derived values."""
     spec, bound = resolved.spec, dict(resolved.inputs + resolved.outputs)

@@ -1,15 +1,18 @@
 """Kernel folders as JAX functions: `load_kernel`."""
 
 import copy
+import enum
 import inspect
 import json
 import pickle
 import pydoc
 import re
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+import cloudpickle
 import folders
 import jax
 import jax.numpy as jnp
@@ -91,6 +94,87 @@ def test_numbers_take_the_dtype_of_the_arrays_beside_them(run, scale):
     np.testing.assert_array_equal(y, 2 * x + np.float16(1.5))
     assert scale(3).dtype == jnp.int32
     assert scale(3.0).dtype == jnp.float32
+
+
+class Few(enum.IntEnum):
+    THREE = 3
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "dtype"),
+    [
+        (1, 2, "int32"),
+        (1, 2.0, "float32"),
+        (2.0, 1, "float32"),
+        (Few.THREE, 1, "int32"),
+        (np.float64(1.5), 2, "float32"),
+        (np.int64(3), 1, "int32"),
+        (np.ones(3, "float64"), 1, "float32"),
+        (np.arange(3), 1, "int32"),
+        (np.ones(3, "float16"), 0.5, "float16"),
+        (1, np.ones(3, "float16"), "float16"),
+    ],
+)
+def test_the_dtypes_of_numbers(run, a, b, dtype):
+    """As in JAX: a number has no dtype of its own, traced or not, and NumPy's have."""
+    add = load_kernel(KERNELS / "add")
+    for y in (add(a, b), run(add, a, b), run(lambda a: add(a, b), a), run(lambda b: add(a, b), b)):
+        assert y.dtype == dtype
+        np.testing.assert_array_equal(y, np.asarray(a) + np.asarray(b))
+
+
+def test_a_weak_array_takes_the_dtype_beside_it(run):
+    add, x = load_kernel(KERNELS / "add"), floats(3, dtype="float16")
+    with jax.numpy_dtype_promotion("standard"):
+        y = run(lambda x: add(x, jnp.asarray(2.0) * 3), x)
+    assert y.dtype == jnp.float16
+    np.testing.assert_array_equal(y, x + np.float16(6))
+    assert run(load_kernel(KERNELS / "gelu"), 2).dtype == jnp.float32
+    with pytest.raises(CallError, match="b has dtype float32; expected int32, the dtype of a"):
+        run(add, np.arange(3, dtype="int32"), jnp.asarray(2.0))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "number", "message"),
+    [
+        ("float16", 70000.0, r"b is 70000.0, outside of the range of float16"),
+        ("float32", 10**400, r"b is about 10\^400, outside of the range of float32"),
+        ("int32", 2**31, r"b is 2,147,483,648, outside of the range of int32"),
+        ("int32", np.int64(2**31), r"b is 2147483648, outside of the range of int32: enable"),
+        (
+            "int32",
+            np.array([1, -(2**40)]),
+            r"b\[1\] is -1099511627776, outside of the range of int",
+        ),
+        ("uint32", np.array([2**33], "uint64"), r"b\[0\] is 8589934592, outside of the range of u"),
+    ],
+)
+def test_numbers_that_do_not_fit(dtype, number, message):
+    add = load_kernel(KERNELS / "add")
+    with pytest.raises(CallError, match=message):
+        add(np.ones(2, dtype), number)
+    assert np.isnan(add(np.ones(2, "float32"), float("nan"))).all()
+
+
+@pytest.mark.parametrize("shape", [(8,), (2,), (2, 2), ()])
+def test_a_shape_that_the_manifest_does_not_give(run, scale, shape):
+    """Of a larger array the kernel would leave the rest as it is."""
+    x = floats(4)
+    for given in (shape, jax.ShapeDtypeStruct(shape, "float32")):
+        with pytest.raises(CallError, match=r"outputs gives y the shape .*; it is \(4,\) in this"):
+            run(lambda x, given=given: scale(x, outputs={"y": given}), x)
+    np.testing.assert_array_equal(run(lambda x: scale(x, outputs={"y": (4,)}), x), 2 * x)
+
+
+def test_arrays_as_numpy_has_them(run):
+    """Of any strides and alignment, read-only, and without axes or elements."""
+    gelu, x = load_kernel(KERNELS / "gelu"), floats(4, 6)
+    unaligned = np.frombuffer(b"\0" + x.tobytes(), "float32", offset=1).reshape(x.shape)
+    still = np.broadcast_to(np.float32(1.5), (3, 2))
+    for each in (x[:, ::2], x[::-1], x.T, np.asfortranarray(x), unaligned, still, x[0, 0], x[:0]):
+        np.testing.assert_allclose(
+            run(gelu, each), jax.nn.gelu(np.ascontiguousarray(each), approximate=False), rtol=1e-5
+        )
 
 
 def test_in_place_ports(run, accumulate):
@@ -802,6 +886,68 @@ def test_reference(scale):
             scale(x)
         scale.defreference(lambda x, bias, *, factor, mode: factor * x)
         np.testing.assert_array_equal(scale(x, factor=5), 5 * x)
+
+
+def test_jax_s_other_transformations(run):
+    """Of a kernel that has a rule: whatever JAX does with a function of its own."""
+    gelu, x = load_kernel(KERNELS / "gelu"), floats(4) / 4
+
+    def plain(x, *, approximate="none"):
+        return jax.nn.gelu(x, approximate=approximate == "tanh")
+
+    @gelu.defjvp
+    def derivative(primals, tangents, **attributes):
+        _, tangent = jax.jvp(partial(plain, **attributes), primals, tangents)
+        return gelu(*primals, **attributes), tangent
+
+    def through_custom_vjp(f):
+        own = jax.custom_vjp(f)
+        own.defvjp(lambda x: (f(x), x), lambda x, cotangent: (3 * cotangent * f(x),))
+        return jax.grad(lambda x: own(x).sum())
+
+    for transformed in (
+        lambda f: jax.grad(lambda x: jax.checkpoint(lambda x: f(f(x)))(x).sum()),
+        lambda f: jax.grad(
+            lambda x: jax.lax.scan(lambda c, _: (f(c), c.sum()), x, None, length=3)[0].sum()
+        ),
+        lambda f: lambda x: jax.lax.while_loop(lambda c: c.sum() > 0.01, f, x),
+        lambda f: lambda x: jax.linearize(f, x)[1](x),
+        lambda f: lambda x: jax.vjp(f, x)[1](x)[0],
+        lambda f: lambda x: jax.lax.cond(x.sum() > 0, f, lambda x: 2 * f(x), x),
+        lambda f: jax.vmap(jax.value_and_grad(f)),
+        lambda f: jax.hessian(lambda x: f(x).sum()),
+        through_custom_vjp,
+    ):
+        result, expected = run(transformed(gelu), x), transformed(plain)(x)
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-6), result, expected)
+
+
+def test_donated_arguments(accumulate):
+    step = jax.jit(lambda state, x: accumulate(state, x, amount=1), donate_argnums=0)
+    state, x = jnp.asarray(floats(9)), jnp.asarray(floats(9))
+    expected = np.asarray(state) + 2 * np.asarray(x)
+    given, state = state, step(state, x)
+    np.testing.assert_array_equal(step(state, x), expected)
+    assert given.is_deleted()
+
+
+def test_cloudpickled_with_its_rules(scale):
+    scale.defjvp(lambda primals, tangents, factor, mode: (primals[0], 5 * tangents[0]))
+    sent = cloudpickle.dumps(jax.grad(lambda x: scale(x, factor=3).sum()))
+    np.testing.assert_array_equal(cloudpickle.loads(sent)(floats(4)), np.full(4, 5.0))
+
+
+def test_loaded_and_batched_by_threads_at_once():
+    x = floats(8, 3, 5)
+
+    def own(at):
+        batched = jax.vmap(load_kernel(KERNELS / "softmax", vmap_axis=0))
+        return batched(x[at : at + 1 + at % 3])
+
+    with ThreadPoolExecutor(8) as pool:
+        for at, result in enumerate(pool.map(own, range(6))):
+            expected = jax.nn.softmax(x[at : at + 1 + at % 3], -1)
+            np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_shard_map(run, scale):

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import math
 import os
 import re
 from collections import namedtuple
@@ -33,10 +34,11 @@ from jax_webgpu.resolve import (
     checked_attributes,
     checked_tunables,
     resolve,
+    stated_shape,
 )
 from jax_webgpu.runtime import Operator
 from jax_webgpu.spec import Spec, loads
-from jax_webgpu.values import UNDEFINED
+from jax_webgpu.values import UNDEFINED, counted
 
 MANIFEST = "manifest.json"
 # Of an output: nothing, its shape, or its shape and dtype.
@@ -400,38 +402,93 @@ def _static(spec: Spec, name: str, value: Any) -> Any:
 def _arrays(spec: Spec, bound: Mapping[str, Any]) -> list[jax.Array | None]:
     """An array for each input, None where one is left out.
 
-    A number takes the dtype that arrays of the same type variable have.
+    A number, and an array whose type is weak, as of a number that is traced, takes the dtype that
+    arrays of the same type variable have; and where there are only such, one that takes them all.
     """
     values = {name: bound.get(name) for name in spec.inputs}
-    dtypes = {
-        spec.inputs[name].dtype: value.dtype
-        for name, value in values.items()
-        if isinstance(value, jax.Array | np.ndarray | np.generic)
-        and str(value.dtype) in _admitted(spec, name)
-    }
+    strong, weak = dict[str, str](), dict[str, set[str]]()
+    for name, value in values.items():
+        variable = spec.inputs[name].dtype
+        if _is_weak(value):
+            weak.setdefault(variable, set()).add(_kind_of(value))
+        elif (dtype := _dtype_of(value)) in _admitted(spec, name):
+            strong[variable] = dtype
     arrays = list[jax.Array | None]()
     for name, value in values.items():
-        if isinstance(value, bool | int | float):
-            value = _number(spec, name, value, dtypes.get(spec.inputs[name].dtype))
+        variable = spec.inputs[name].dtype
+        if _is_weak(value):
+            wanted = strong.get(variable) or _natural(_admitted(spec, name), weak[variable])
+            value = _made(spec, name, value, wanted)
+        _check_narrow(spec, name, value)
         arrays.append(None if value is None else array(value, name))
     return arrays
 
 
-def _number(spec: Spec, name: str, value: bool | int | float, dtype: Any) -> jax.Array:
-    """A Python number as an array of rank 0."""
-    allowed = _admitted(spec, name)
-    if dtype is None:
-        natural = {bool: "bool", int: "int32", float: "float32"}[type(value)]
-        wider = ["int64", "float32"] if natural == "int32" else []
-        dtype = next((each for each in (natural, *wider) if each in allowed), allowed[0])
-    dtype = jax.dtypes.canonicalize_dtype(dtype)
-    kind = np.dtype(dtype).kind
-    exact = kind == "f" or (kind == "b") == isinstance(value, bool)
-    if not exact or (kind in "iu" and not isinstance(value, int)):
-        raise DTypeError(f"{spec.name}: {name} is the number {value}; expected one of {dtype}")
-    if kind in "iu" and not np.iinfo(dtype).min <= value <= np.iinfo(dtype).max:
-        raise CallError(f"{spec.name}: {name} is {value}, outside of the range of {dtype}")
-    return jnp.asarray(value, dtype)
+def _check_narrow(spec: Spec, name: str, value: Any) -> None:
+    """Whole numbers of NumPy's of 64 bits, which without 64-bit mode JAX would cut off."""
+    if not isinstance(value, np.ndarray | np.generic) or value.dtype.kind not in "iu":
+        return
+    dtype, numbers = np.dtype(jax.dtypes.canonicalize_dtype(value.dtype)), np.asarray(value)
+    if numbers.dtype.itemsize > dtype.itemsize:
+        info = np.iinfo(dtype)
+        wrong = (numbers < info.min) | (numbers > info.max)
+        if wrong.any():
+            first = np.unravel_index(int(np.argmax(wrong)), wrong.shape)
+            place = f"{name}[{', '.join(map(str, first))}]" if first else name
+            raise CallError(
+                f"{spec.name}: {place} is {numbers[first]}, outside of the range of {dtype}: "
+                "enable JAX's 64-bit mode, jax_enable_x64"
+            )
+
+
+def _dtype_of(value: Any) -> str:
+    """The dtype that an array has in JAX; empty for anything else."""
+    if not isinstance(value, jax.Array | np.ndarray | np.generic):
+        return ""
+    is_number = isinstance(value.dtype, np.dtype) and value.dtype.kind in "biuf"
+    return str(jax.dtypes.canonicalize_dtype(value.dtype) if is_number else value.dtype)
+
+
+def _is_weak(value: Any) -> bool:
+    """Whether a value has no dtype of its own."""
+    if isinstance(value, np.generic | np.ndarray):
+        return False
+    return isinstance(value, bool | int | float) or getattr(value, "weak_type", False)
+
+
+def _kind_of(value: Any) -> str:
+    """Of a value that is weak: NumPy's letter for booleans, whole or real numbers."""
+    if isinstance(value, jax.Array):
+        return np.dtype(value.dtype).kind
+    return "b" if isinstance(value, bool) else "i" if isinstance(value, int) else "f"
+
+
+def _natural(allowed: Sequence[str], kinds: set[str]) -> str:
+    """The dtype for weak values of some kinds, of those that an input admits."""
+    order = ("bool", "int32", "int64", "float32")
+    least = max(("b", "i", "f").index(kind) if kind in "bif" else 0 for kind in kinds)
+    natural = order[least:] if least < 2 else order[3:]
+    return next((each for each in natural if each in allowed), allowed[0])
+
+
+def _made(spec: Spec, name: str, value: Any, dtype: str) -> jax.Array:
+    """A weak value as an array of a dtype."""
+    wanted = np.dtype(jax.dtypes.canonicalize_dtype(dtype))
+    own, kind = _kind_of(value), wanted.kind
+    exact = kind == "f" or (kind == "b") == (own == "b")
+    if isinstance(value, jax.Array):
+        # What does not fit stays what it is, and is refused as an array.
+        fits = exact and own in "bif" and (kind not in "iu" or own == "i")
+        return value.astype(wanted) if fits else value
+    if not exact or (kind in "iu" and own != "i"):
+        raise DTypeError(f"{spec.name}: {name} is the number {value}; expected one of {wanted}")
+    if kind in "iuf" and (isinstance(value, int) or math.isfinite(value)):
+        number = float if kind == "f" else int  # Python's compare exactly, however large
+        info: Any = np.finfo(wanted) if kind == "f" else np.iinfo(wanted)
+        if not number(info.min) <= value <= number(info.max):
+            shown = counted(value) if isinstance(value, int) else value
+            raise CallError(f"{spec.name}: {name} is {shown}, outside of the range of {wanted}")
+    return jnp.asarray(value, wanted)
 
 
 def _admitted(spec: Spec, name: str) -> tuple[str, ...]:
@@ -544,6 +601,21 @@ def _fit(resolved: Resolved, capabilities: Capabilities) -> Resolved:
     return resolved if default <= most else resolved.with_tunables(WORKGROUP_SIZE=most)
 
 
+def _check_shapes(resolved: Resolved, asked: tuple[tuple[str, Given], ...]) -> None:
+    """A shape that the caller gives beside the manifest's must be the same.
+
+    The kernel writes what the manifest says, and of a larger array the rest would be left as it is.
+    """
+    shapes = {name: tensor.shape for name, tensor in resolved.outputs}
+    for name, given in asked:
+        stated = None if given is None else stated_shape(resolved, name)
+        if stated is not None and stated != shapes[name]:
+            raise CallError(
+                f"{resolved.spec.name}: outputs gives {name} the shape {shapes[name]}; it is "
+                f"{stated} in this call"
+            )
+
+
 def _refusal(
     spec: Spec, inputs: Mapping[str, Tensor], named: Mapping[str, Mapping[str, Any]]
 ) -> CallError | None:
@@ -612,7 +684,9 @@ class Rules:
             "tunables": {**set_, **dict(kernel.tunables)},
         }
         try:
-            return resolve(own, inputs, outputs=dict(static["outputs"]), **named)
+            resolved = resolve(own, inputs, outputs=dict(static["outputs"]), **named)
+            _check_shapes(resolved, static["outputs"])
+            return resolved
         except CallError as error:
             clearer = _refusal(own, inputs, named)
             if clearer is None and "the shape of " in str(error):
@@ -745,19 +819,22 @@ class Rules:
         batch = Batch(one, size, tuple(where), tuple(ends), static.get("batch"))
         whole = call.with_static(outputs=asked, batch=batch)
         try:
-            made = self.results(whole, primitive.tensors_of(folded))
-            for (name, _), result, each, at in zip(asked, made, wanted, ends, strict=True):
+            resolved = _registered(self.operator.spec).resolve(whole, primitive.tensors_of(folded))
+            variants.select(resolved, IDEAL)
+            for (name, _), result, each, at in zip(
+                asked, self._shown(whole, resolved), wanted, ends, strict=True
+            ):
                 if not each.shape or result.shape != _times(each.shape, at, size):
                     raise CallError(
                         f"vmap_axis is {vmap_axes[name]} for {name}, which is {each} for one "
                         f"element, and would be {result}"
                     )
-            results = _registered(self.operator.spec).apply(whole, *folded)
         except CallError as error:
             raise CallError(
                 f"{self.operator.name}: vmap_axis folds a batch of {size} into one call, which is "
                 f"refused: {error}"
             ) from None
+        results = _registered(self.operator.spec).apply(whole, *folded)
         unfolded = [
             result.reshape(_with(each.shape, at, size))
             for result, each, at in zip(results, wanted, ends, strict=True)
