@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from jax_webgpu import dtypes, runtime
-from jax_webgpu.errors import CallError
+from jax_webgpu.errors import CallError, DeviceError
 from jax_webgpu.resolve import Resolved, Tensor
 from jax_webgpu.runtime import Operator
 
@@ -54,8 +54,8 @@ def check(operator: Operator, batch: Batch, whole: Resolved) -> None:
     """Tries a call that stands for a batch on this process's device.
 
     Raises:
-      CallError: it is not what the single calls are together, or a single call is refused.
-      DeviceError: there is no device, or it cannot run them.
+      CallError: it is not what the single calls are together, or a single call cannot be made.
+      DeviceError: there is no device, or it cannot run the call.
     """
     if batch.size > 1:
         kind = replace(batch, single=_kind(batch.single), size=2, within=None)
@@ -90,7 +90,13 @@ class _Trial:
 def _tried(trial: _Trial) -> None:
     batch, operator = trial.batch, trial.operator
     elements = _elements(batch)
-    alone = [runtime.run(operator, batch.single, arrays) for arrays in elements]
+    try:
+        alone = [runtime.run(operator, batch.single, arrays) for arrays in elements]
+    except DeviceError as error:
+        raise CallError(
+            f"{batch.single.spec.name}: vmap puts a batch into one call, and a call of one element "
+            f"cannot be made to compare it with: {error}"
+        ) from None
     arrays = [
         pair[0].reshape(tensor.shape) if axis is None else _together(pair, batch.size, axis, tensor)
         for *pair, axis, (_, tensor) in zip(

@@ -639,6 +639,22 @@ def test_a_batch_is_tried_once(monkeypatch):
     assert len(tried) == 2
 
 
+def test_a_batch_of_calls_that_are_refused(run, tmp_path):
+    """A call of one element that no device takes, or not this one, is no call of a batch."""
+    for name, clause, message in (
+        ("any", "dim(shapes.x, 0) > 4", r"no variant .* on any device: Scale\(x = float32\[4\]"),
+        ("this", "numel(shapes.x) > 4 or device.features.has('rare')", "of one element cannot be"),
+    ):
+        path = folders.scale(tmp_path / name)
+        manifest = json.loads((path / "manifest.json").read_text())
+        manifest["when"] = [clause]
+        (path / "manifest.json").write_text(json.dumps(manifest))
+        kernel = load_kernel(path, vmap_axis=0)
+        assert run(kernel, floats(12)).shape == (12,)
+        with pytest.raises(CallError, match=message):
+            run(jax.vmap(kernel), floats(3, 4))
+
+
 def test_a_vmap_axis_that_an_input_does_not_have(run):
     kernel = mixing("add", vmap_axis=1)
     with pytest.raises(CallError, match=r"vmap_axis is 1 for b, .*\(6,\).*expected -1 to 0"):

@@ -177,6 +177,7 @@ class Kernel:
           ValueError: a name, shape, dtype or value does not fit; the message is in the names of
             the manifest.
           TypeError: an input is no array, or an attribute is not static.
+          jax_webgpu.ShaderError: wgpu refuses the WGSL.
           jax_webgpu.DeviceError: the device cannot run the call (inside a
             `jax.errors.JaxRuntimeError`).
         """
@@ -616,20 +617,23 @@ def _check_shapes(resolved: Resolved, asked: tuple[tuple[str, Given], ...]) -> N
             )
 
 
-def _refusal(
-    spec: Spec, inputs: Mapping[str, Tensor], named: Mapping[str, Mapping[str, Any]]
-) -> CallError | None:
-    """Why no variant takes a call, as far as its inputs tell.
+def _clearer(
+    error: CallError,
+    spec: Spec,
+    inputs: Mapping[str, Tensor],
+    named: Mapping[str, Mapping[str, Any]],
+) -> CallError:
+    """Why a call is refused, as far as its inputs tell; else the error itself.
 
     The shapes of outputs come before `when`, and fail where an input is not what the manifest
     takes: in words of an expression, where `when` may say what is wrong.
     """
     outputs = re.compile("|".join(rf"\b{re.escape(name)}\b" for name in spec.outputs) or "(?!)")
+    lost = {EVERY, *spec.derive}
 
     def tells(clause: Expression) -> bool:
         return not outputs.search(clause.text) and clause.reads.isdisjoint(lost)
 
-    lost = {EVERY, *spec.derive}
     bare = replace(
         spec,
         outputs={},
@@ -643,13 +647,16 @@ def _refusal(
     )
     try:
         variants.select(resolve(bare, inputs, **named), IDEAL)
-    except CallError as error:
+    except CallError as refusal:
+        return refusal
+    if "the shape of " not in str(error):
         return error
     for name, tensor in inputs.items():
         rank = spec.inputs[name].rank
         if isinstance(rank, int) and rank != len(tensor.shape):
             return CallError(f"{spec.name}: {name} is {tensor}; expected an array of rank {rank}")
-    return None
+    shown = ", ".join(f"{name} = {each}" for name, each in inputs.items())
+    return CallError(f"{error}; of {shown}")
 
 
 def _early(static: Pairs, resolved: Resolved) -> None:
@@ -688,11 +695,7 @@ class Rules:
             _check_shapes(resolved, static["outputs"])
             return resolved
         except CallError as error:
-            clearer = _refusal(own, inputs, named)
-            if clearer is None and "the shape of " in str(error):
-                shown = ", ".join(f"{name} = {each}" for name, each in inputs.items())
-                clearer = CallError(f"{error}; of {shown}")
-            raise (error if clearer is None else clearer) from None
+            raise _clearer(error, own, inputs, named) from None
 
     def results(self, call: Call, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return self._shown(call, _registered(self.operator.spec).resolve(call, tensors))
@@ -899,10 +902,12 @@ class Rules:
     def _single(
         self, call: Call, operands: Sequence[Any], shapes: Sequence[tuple[int, ...]]
     ) -> Resolved:
-        """The call for one element of a batch."""
+        """The call for one element of a batch, which some device must take."""
         dtypes = [str(operand.dtype) for operand in operands]
         tensors = tuple(map(Tensor, shapes, dtypes))
-        return _registered(self.operator.spec).resolve(call, tensors)
+        resolved = _registered(self.operator.spec).resolve(call, tensors)
+        variants.select(resolved, IDEAL)
+        return resolved
 
     def jvp(self, call: Call, operands: Sequence[Any], tangents: Sequence[Any]) -> Sequence[Any]:
         """Of a linear kernel: itself, of the tangents."""
