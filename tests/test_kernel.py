@@ -670,6 +670,20 @@ def test_a_folded_call_that_is_refused(run):
         run(jax.vmap(mixing("add", vmap_axis=0), (0, None)), floats(3, 5, 5), floats(5))
 
 
+@pytest.mark.parametrize("method", ["expand_dims", "broadcast_all"])
+def test_one_more_axis_in_front_of_arrays_of_other_ranks(run, method):
+    """Where the axes of a batch do not meet it is refused, whether or not the shapes fit."""
+    add = jax.vmap(mixing("add", vmap_method=method))
+    with pytest.raises(CallError, match="Add mixes the elements of a batch"):
+        run(add, floats(2, 2, 4), floats(2, 4))
+    with pytest.raises(
+        CallError, match=r"one more axis of 2 in front, which is refused.*\[2, 3, 4\]"
+    ):
+        run(add, floats(2, 3, 4), floats(2, 4))
+    x, y = floats(2, 3, 4), floats(2, 1, 4)
+    np.testing.assert_array_equal(run(add, x, y), x + y)
+
+
 def test_vmap_of_the_reference_needs_no_folding():
     softmax = mixing("softmax", vmap_axis=0)
     softmax.defreference(jax.nn.softmax)

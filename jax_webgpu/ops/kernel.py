@@ -68,11 +68,11 @@ def load_kernel(
       revision: in place of a version, the 40 digits of a commit.
       vmap_axis: the axis of every input and output along which the kernel makes no difference
         between one array and several one behind the other; or, by port name, that of some inputs
-        and of every output. `jax.vmap` then makes one call, in which this axis is longer, by the
-        size of the batch; negative ones count from the last axis of a single element. An input
-        that the batch shares is repeated along its axis, or stays as it is where it has no axes
-        or is not named. `vmap_method` applies where one that is mapped has none, and where the
-        axes are not equally long.
+        and of every output. `jax.vmap` then makes one call, in which no axis is added, and this
+        one is as many times as long as the batch has elements; negative ones count from the last
+        axis of a single element. An input that the batch shares is repeated along its axis, or
+        stays as it is where it has no axes or is not named. `vmap_method` applies where one that
+        is mapped has none, and where the axes are not equally long.
       vmap_method: what `jax.vmap` does else, in the words of `jax.pure_callback`:
         ``"sequential"``, the default, calls the kernel for each element of the batch;
         ``"expand_dims"`` and ``"broadcast_all"`` call it once with one more axis in front, of
@@ -699,14 +699,21 @@ class Rules:
         where = tuple(0 if broadcast or axis is not None else None for axis in axes)
         batch = Batch(alone, size, where, (0,) * len(asked), static.get("batch"))
         whole = call.with_static(outputs=asked, batch=batch)
-        made = self.results(whole, primitive.tensors_of(expanded))
-        for (name, _), result, each in zip(asked, made, self._shown(call, alone), strict=True):
-            if result.shape != (size, *each.shape):
-                raise CallError(
-                    f"{self.operator.name}: with one more axis of {size} in front of the inputs "
-                    f"{name} is {result.shape}; expected {(size, *each.shape)}: load it with "
-                    "vmap_method='sequential'"
-                )
+        try:
+            tensors = primitive.tensors_of(expanded)
+            resolved = _registered(self.operator.spec).resolve(whole, tensors)
+            variants.select(resolved, IDEAL)
+            for (name, _), result, each in zip(
+                asked, self._shown(whole, resolved), self._shown(call, alone), strict=True
+            ):
+                if result.shape != (size, *each.shape):
+                    raise CallError(f"{name} is {result.shape}; expected {(size, *each.shape)}")
+        except CallError as error:
+            raise CallError(
+                f"{self.operator.name}: vmap_method is {static['kernel'].vmap_method}, which makes "
+                f"one call with one more axis of {size} in front, which is refused; load it with "
+                f"vmap_method='sequential': {error}"
+            ) from None
         results = _registered(self.operator.spec).apply(whole, *expanded)
         return results, [0] * len(results)
 
