@@ -7,7 +7,7 @@ the device it is made for. A plan can be printed and tested on a machine without
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from jax_webgpu import dtypes, uniforms, variants, wgsl
@@ -423,12 +423,12 @@ class _Step:
         last = self.last
         if last and same and last.wgsl is code and last.workgroups == workgroups:
             return last
-        self.last = PassPlan(
-            self.label, code, bindings, workgroups, step.view_alias, self.template.name
-        )
+        size = None
         if self.planner.strict and step.dispatch.workgroup_size is not None:
             size = evaluate(step.dispatch.workgroup_size, self.names)
-            self.last = replace(self.last, workgroup_size=size)
+        self.last = PassPlan(
+            self.label, code, bindings, workgroups, step.view_alias, self.template.name, size
+        )
         return self.last
 
     def _enter(self, loops: Mapping[str, Any]) -> None:
