@@ -82,9 +82,11 @@ def review(found: Mapping[str, Sequence[Resolved]]) -> Iterator[Verdict]:
         gpu = None
     own = [gpu.capabilities] if gpu else []
     for variant, given in found.items():
+        strict = set(given)  # what a template leaves undefined it does on the first device too
         for capabilities in [*own, *PRESETS.values()]:
             on = gpu if capabilities in own else None
-            verdicts = [_verdict(variant, call, capabilities, on) for call in given]
+            verdicts = [_verdict(variant, call, capabilities, on, call in strict) for call in given]
+            strict -= {c for c, v in zip(given, verdicts, strict=True) if v.status != "refused"}
             yield _worst(verdicts)
 
 
@@ -101,9 +103,13 @@ def _worst(verdicts: Sequence[Verdict]) -> Verdict:
 
 
 def _verdict(
-    variant: str, call: Resolved, capabilities: Capabilities, gpu: device.Device | None
+    variant: str,
+    call: Resolved,
+    capabilities: Capabilities,
+    gpu: device.Device | None,
+    strict: bool,
 ) -> Verdict:
-    name = capabilities.name
+    name, status = capabilities.name, "renders" if gpu is None else "compiles"
     try:
         planned = plan.anew(call, capabilities)
         if gpu is not None:
@@ -114,13 +120,15 @@ def _verdict(
         return Verdict(variant, name, "refused", (str(error).splitlines()[-1].strip(),))
     except JaxWebGPUError as error:
         return Verdict(variant, name, "fails", (str(error),))
+    if not strict:
+        return Verdict(variant, name, status)
     try:
         warnings = tuple(_mismatches(plan.anew(call, capabilities, strict=True)))
     except JaxWebGPUError as error:
         if any(lint.is_certain(each, str(error)) for each in call.spec.templates.values()):
             return Verdict(variant, name, "fails", (str(error),))
         warnings = (str(error),)
-    return Verdict(variant, name, "renders" if gpu is None else "compiles", warnings=warnings)
+    return Verdict(variant, name, status, warnings=warnings)
 
 
 def _mismatches(strict: Plan) -> Iterator[str]:
