@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # what reads has read enough; at exit Python would write again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except (JaxWebGPUError, ValueError) as error:
+    except (JaxWebGPUError, ValueError, OSError) as error:
         print(f"python -m jax_webgpu {options.command}: {error}", file=sys.stderr)
         return 1
     return status
@@ -133,7 +133,7 @@ def _parser() -> argparse.ArgumentParser:
             "--device", metavar="NAME", help=f"a device on paper: {', '.join(PRESETS)}"
         )
         each.add_argument(
-            "--workgroup-size", type=int, metavar="N", help="in place of the manifest's"
+            "--workgroup-size", type=_positive, metavar="N", help="in place of the manifest's"
         )
     for each in (rotary, split):
         each.add_argument("--dtype", default="float32", help="of the arrays; float32 by default")
@@ -145,8 +145,9 @@ def _parser() -> argparse.ArgumentParser:
         "lint",
         help="check a kernel folder: manifest, templates, every variant on a table of devices",
         description="Loads the folder, points out what looks wrong in it, then renders each "
-        "variant for devices on paper and compiles it on this machine's. The exit status is 1 "
-        "where the folder or a variant fails; what may be meant is a warning.",
+        "variant, in each dtype and as the folder's tests call it, for devices on paper, and "
+        "compiles it on this machine's. The exit status is 1 where the folder or a variant fails; "
+        "what may be meant is a warning.",
     )
     _add_folder(lint_)
     lint_.set_defaults(run=_lint)
@@ -201,6 +202,12 @@ def _shape(text: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def _positive(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of 1 or more")
+    return int(text)
+
+
 def _mebibytes(text: str) -> float:
     try:
         number = float(text)
@@ -236,17 +243,15 @@ def _explain(options: argparse.Namespace) -> int:
     tunables = {"WORKGROUP_SIZE": options.workgroup_size} if options.workgroup_size else {}
     function, arrays = options.call(options)
     settings = jax_webgpu.configure(tunables=tunables, overlays=not options.no_overlays)
-    with settings, jax.enable_x64(options.dtype == "int64"):
+    with settings, jax.enable_x64(options.dtype in ("int64", "uint64", "float64")):
         plans = jax_webgpu.explain(function, *arrays, device=options.device)
     asked = ", ".join(f"{array.dtype}{list(array.shape)}" for array in arrays)
     print(f"asked     {getattr(options, 'folder', options.operator)} of {asked}")
     for plan in plans:
         print(plan.describe())
         names = variants.select(plan.resolved, plan.capabilities).scope
-        print("the other variants")
-        print(
-            "\n".join(variants.grouped(variants.refusals(plan.resolved, plan.capabilities, names)))
-        )
+        others = variants.grouped(variants.refusals(plan.resolved, plan.capabilities, names))
+        print("\n".join(["the other variants", *(others or ["  none: the manifest has no other"])]))
     return 0
 
 
@@ -298,9 +303,13 @@ def _kernel(options: argparse.Namespace) -> tuple[Callable[..., Any], list[Any]]
         name, equals, text = each.partition("=")
         if not equals:
             raise ValueError(f"{each!r} is not of the form NAME=VALUE")
+        if name in inputs or name in named:
+            raise ValueError(f"{name} is given twice")
         if name in kernel.spec.inputs:
             dtype, _, sizes = text.partition(":")
             inputs[name] = _array(_sizes(sizes), dtype)
+            if inputs[name].dtype.itemsize == 8:
+                options.dtype = "int64"  # else JAX would take it for one of 32 bits
         elif name == "outputs":
             raise ValueError("outputs are named by --output")
         else:
@@ -328,29 +337,31 @@ def _lint(options: argparse.Namespace) -> int:
     manifest = files.read_bytes(MANIFEST)
     spec = loads(manifest, files.path / MANIFEST, files.read_bytes)
     names = [path.name for path in files.path.iterdir()] if files.path.is_dir() else []
-    found = [*lint.findings(spec, names)]
-    for finding in found:
-        print(f"warning: {finding}")
-    calls = review.calls(spec, files)
-    missing = [variant.id for variant in spec.variants if variant.id not in calls]
-    for name in missing:
-        print(f"warning: variant {name}: no call was found that it takes: give it a test case")
-    failed, warnings = 0, dict[str, None]()
+    findings = [*lint.findings(spec, names)]
+    calls, refused = review.calls(spec, files)
+    wrong = [each.place for each in findings if each.is_error]
+    for name, reason in refused.items():
+        if not any(f"variant {name}," in f"{place}," or place == "when" for place in wrong):
+            nearest = f"; of the nearest: {reason}" if reason else ""
+            message = f"no call was found that it takes: give it a test case{nearest}"
+            findings.append(lint.Finding(f"variant {name}", message))
+    for finding in findings:
+        print(f"{'error' if finding.is_error else 'warning'}: {finding}")
+    errors, warnings = len(wrong), dict[str, None]()
     for variant, verdicts in itertools.groupby(review.review(calls), lambda each: each.variant):
         statuses = []
         for verdict in verdicts:
-            failed += verdict.status == "fails"
+            errors += verdict.status == "fails"
             statuses.append(f"{verdict.device} {verdict.status}")
-            if verdict.detail and verdict.status == "fails":
-                print(f"error: variant {variant} on {verdict.device}: {verdict.detail}")
-            if verdict.warning:
-                warnings[verdict.warning] = None
+            for detail in verdict.details if verdict.status == "fails" else ():
+                print(f"error: variant {variant} on {verdict.device}: {detail}")
+            warnings |= dict.fromkeys(verdict.warnings)
         print(f"{variant}: {', '.join(statuses)}", flush=True)
     for warning in warnings:
         print(f"warning: {warning}")
-    count = len(found) + len(missing) + len(warnings)
-    print(f"{files.path}: {len(spec.variants)} variants, {failed} errors, {count} warnings")
-    return 1 if failed else 0
+    count = len(findings) - len(wrong) + len(warnings)
+    print(f"{files.path}: {len(spec.variants)} variants, {errors} errors, {count} warnings")
+    return 1 if errors else 0
 
 
 def _test(options: argparse.Namespace) -> int:

@@ -47,15 +47,18 @@ def _lines(spec: Spec) -> Iterator[str]:
     yield from _ports(spec, spec.outputs.values(), "optional, made where `outputs` names it")
     if any(port.shape is None for port in spec.outputs.values()):
         yield "  The shapes of those without one are given: outputs={name: shape}."
-    if spec.tunables:
+    tunables = dict(spec.tunables)
+    for variant in spec.variants:
+        tunables = dict(variant.tunables) | tunables
+    if tunables:
         yield ""
         yield "Tunables, for `load_kernel(..., tunables={name: value})`:"
-        for name, value in spec.tunables.items():
-            yield from _item(name, f"{show(value)} by default", "")
+        for name, value in tunables.items():
+            yield from _item(name, f"{show(value)} by default", spec.told.get(name, ""))
     yield ""
     yield "Variants, of which a device runs the first that applies:"
-    for variant in sorted(spec.variants, key=lambda variant: -variant.priority):
-        yield f"  {variant.id}"
+    for variant in spec.ranked:
+        yield from _wrapped(f"{variant.id}: {variant.description}".rstrip(": "), "  ", "    ")
 
 
 def _ports(spec: Spec, ports: Iterable[Port], optional: str) -> Iterator[str]:

@@ -200,5 +200,7 @@ def _contents(folder: Path, name: str, limit: int, *, links: bool) -> bytes | No
         return files.read(folder, name, limit, links=links)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise SpecError(f"{folder}: cannot read {name}: {error.strerror or error}") from None
+    except ValueError as error:
         raise SpecError(f"{folder}: cannot read {name}: {error}") from None

@@ -1,7 +1,9 @@
 """What is suspicious in a kernel folder that loads, found in its text without device or call."""
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from jinja2 import nodes
 
@@ -10,6 +12,8 @@ from jax_webgpu.capabilities import FLOOR_LIMITS
 from jax_webgpu.errors import ExpressionError
 from jax_webgpu.expressions import Expression
 from jax_webgpu.spec import Binding, Pass, Repeat, Spec, Value, Variant
+from jax_webgpu.templates import Template
+from jax_webgpu.values import show
 
 
 @dataclass(frozen=True)
@@ -19,6 +23,8 @@ class Finding:
     place: str
     """A variant, pass or template, with its line."""
     message: str
+    is_error: bool = False
+    """Whether it cannot be meant."""
 
     def __str__(self) -> str:
         return f"{self.place}: {self.message}"
@@ -47,13 +53,77 @@ def _members(spec: Spec) -> Iterator[Finding]:
     """`shapes.X` of an X that is no port, and the like: always undefined."""
     known = _known(spec)
     for place, value in _expressions(spec):
-        for path in _unknown(value.node, known):
-            yield Finding(place, f"`{path}` is never defined, in `{value.text}`")
+        asked = {path for node in _asked(value.node) for path, _ in _unknown(node, known)}
+        for path, owner in _unknown(value.node, known):
+            is_error = path not in asked and owner != "device.limits"  # of which there will be more
+            yield Finding(place, f"`{path}` is never defined, in `{value.text}`", is_error)
+        yield from _never_equal(spec, place, value)
+        yield from _no_features(place, value)
     for name, template in spec.templates.items():
         for node in template.body:
-            for each in node.find_all(nodes.Getattr):
-                for path in _unknown(each, known, deep=False):
+            for each in node.find_all((nodes.Getattr, nodes.Getitem)):
+                for path, _ in _unknown(each, known, deep=False):
                     yield Finding(f"{name}:{each.lineno}", f"`{path}` is never defined")
+
+
+def _asked(node: nodes.Node) -> Iterator[nodes.Node]:
+    """What an expression asks about: is it defined, and what else if it is not."""
+    for each in _within_node(node, (nodes.Test, nodes.Filter)):
+        if each.name in ("defined", "undefined", "default") and each.node is not None:
+            yield each.node
+
+
+def _within_node(node: nodes.Node, kinds: Any) -> Iterator[Any]:
+    """The nodes of some kinds in a tree, its root among them."""
+    if isinstance(node, kinds):
+        yield node
+    yield from node.find_all(kinds)
+
+
+def _never_equal(spec: Spec, place: str, value: Expression) -> Iterator[Finding]:
+    """`dtypes.T == "float32"`, which is "f32" there; `attrs.mode == "fats"` of other values."""
+    for each in _within_node(value.node, nodes.Compare):
+        sides = [each.expr, *(operand.expr for operand in each.ops)]
+        if len(sides) != 2 or each.ops[0].op not in ("eq", "ne"):
+            continue
+        for side, other in (sides, sides[::-1]):
+            admitted = _admitted(spec, _path(side))
+            if admitted and isinstance(other, nodes.Const) and other.value not in admitted:
+                known = " or ".join(map(show, admitted))
+                message = f"`{_path(side)}` is never {show(other.value)}, but {known}"
+                yield Finding(place, f"{message}, in `{value.text}`")
+
+
+def _admitted(spec: Spec, path: str) -> tuple[str, ...]:
+    """The strings that a member is one of; empty where it may be another, or more than a string."""
+    owner, _, name = path.partition(".")
+    if owner in spec.derive:
+        return ()
+    if owner == "attrs" and name in spec.attributes:
+        values = spec.attributes[name].values or ()
+        return tuple(values) if all(isinstance(each, str) for each in values) else ()
+    if owner == "logicalDtypes":
+        return spec.type_constraints.get(name, ())
+    variable = name
+    if owner == "tensorDtypes" and name in {**spec.inputs, **spec.outputs}:
+        variable = ({**spec.outputs, **spec.inputs})[name].dtype
+    ports = [each for each in (*spec.inputs.values(), *spec.outputs.values())]
+    if owner not in ("dtypes", "tensorDtypes") or any(
+        each.dtype == variable and each.storage for each in ports
+    ):
+        return ()
+    rows = [dtypes.TABLE[each] for each in spec.type_constraints.get(variable, ())]
+    made = (each.wgsl if owner == "dtypes" else each.storage.name for each in rows)
+    return tuple(dict.fromkeys(made))
+
+
+def _no_features(place: str, value: Expression) -> Iterator[Finding]:
+    """`device.features.has("f16")`, of a feature that WebGPU does not have."""
+    for each in _within_node(value.node, nodes.Call):
+        if _path(each.node) == "device.features.has" and len(each.args) == 1:
+            name = each.args[0].value if isinstance(each.args[0], nodes.Const) else None
+            if isinstance(name, str) and name not in _FEATURES and "experimental" not in name:
+                yield Finding(place, f"WebGPU has no feature {show(name)}, in `{value.text}`")
 
 
 def _known(spec: Spec) -> dict[str, frozenset[str]]:
@@ -68,11 +138,33 @@ def _known(spec: Spec) -> dict[str, frozenset[str]]:
         "attrs": frozenset(spec.attributes),
         "args": frozenset(spec.args),
         "tunables": frozenset(tunables),
+        "derive": frozenset(_derived(spec)),
         "device": frozenset(("features", "wgslLanguageFeatures", "limits", "adapterInfo")),
         "device.limits": frozenset((*FLOOR_LIMITS, *_OTHER_LIMITS)),
+        "device.features": frozenset(["has"]),
+        "device.wgslLanguageFeatures": frozenset(["has"]),
     }
     return {name: members for name, members in known.items() if name not in spec.derive}
 
+
+def _derived(spec: Spec) -> Iterator[str]:
+    """The names that are derived anywhere."""
+    yield from spec.derive
+    for variant in spec.variants:
+        yield from (name for name, _ in variant.derive)
+        for each in variant.every_pass:
+            yield from (name for name, _ in each.derive)
+
+
+# https://www.w3.org/TR/webgpu/#feature-index
+_FEATURES = (
+    "core-features-and-limits depth-clip-control depth32float-stencil8 texture-compression-bc "
+    "texture-compression-bc-sliced-3d texture-compression-etc2 texture-compression-astc "
+    "texture-compression-astc-sliced-3d timestamp-query indirect-first-instance shader-f16 "
+    "rg11b10ufloat-renderable bgra8unorm-storage float32-filterable float32-blendable "
+    "clip-distances dual-source-blending subgroups subgroup-size-control texture-formats-tier1 "
+    "texture-formats-tier2 primitive-index texture-component-swizzle"
+).split()
 
 # Of WebGPU's limits those that have nothing to do with compute passes.
 _OTHER_LIMITS = (
@@ -87,13 +179,21 @@ _OTHER_LIMITS = (
 
 def _unknown(
     node: nodes.Node, known: Mapping[str, frozenset[str]], *, deep: bool = True
-) -> Iterator[str]:
-    each = [node, *node.find_all(nodes.Getattr)] if deep else [node]
-    for member in each:
-        if isinstance(member, nodes.Getattr):
-            owner = _path(member.node)
-            if owner in known and member.attr not in known[owner]:
-                yield f"{owner}.{member.attr}"
+) -> Iterator[tuple[str, str]]:
+    """The members that do not exist, each with its owner."""
+    kinds = (nodes.Getattr, nodes.Getitem)
+    members: Iterable[Any] = _within_node(node, kinds) if deep else [node]
+    for member in members:
+        owner, name = _path(member.node), _member(member)
+        if owner in known and name is not None and name not in known[owner]:
+            yield f"{owner}.{name}", owner
+
+
+def _member(node: Any) -> str | None:
+    if isinstance(node, nodes.Getattr):
+        return node.attr
+    is_text = isinstance(node.arg, nodes.Const) and isinstance(node.arg.value, str)
+    return str(node.arg.value) if is_text else None
 
 
 def _path(node: nodes.Node) -> str:
@@ -103,6 +203,44 @@ def _path(node: nodes.Node) -> str:
         case nodes.Getattr():
             return f"{_path(node.node)}.{node.attr}"
     return ""
+
+
+def is_certain(template: Template, problem: str) -> bool:
+    """Whether a template prints a name that nothing gives a value.
+
+    Args:
+      template: which failed when it was rendered strictly.
+      problem: with what message. A name that the template itself may set, or only asks about in a
+        condition, may have been left undefined on purpose.
+    """
+    found = re.search(rf"{re.escape(template.name)}:\d+: unknown name (\w+)$", problem)
+    if found is None:
+        return False
+    every = [each for node in template.body for each in _within_node(node, nodes.Node)]
+    names = [each for each in every if isinstance(each, nodes.Name) and each.name == found[1]]
+    made = any(each.ctx != "load" for each in names) or any(
+        isinstance(each, nodes.Macro) and each.name == found[1] for each in every
+    )
+    outputs = (each for each in every if isinstance(each, nodes.Output))
+    printed = (name for each in outputs for part in each.nodes for name in _printed(part))
+    return not made and found[1] in printed
+
+
+def _printed(node: nodes.Node) -> Iterator[str]:
+    """The names whose values make the text of an output."""
+    match node:
+        case nodes.Name():
+            yield node.name
+        case nodes.CondExpr():
+            yield from _printed(node.expr1)
+            yield from _printed(node.expr2) if node.expr2 is not None else ()
+        case nodes.And() | nodes.Or() | nodes.Not() | nodes.Compare() | nodes.Test():
+            pass
+        case nodes.Filter(name="default"):
+            pass
+        case _:
+            for child in node.iter_child_nodes():
+                yield from _printed(child)
 
 
 # ---- variants -----------------------------------------------------------------------------------

@@ -89,6 +89,8 @@ class PassPlan(NamedTuple):
     view_alias: tuple[tuple[str, str], ...] = ()
     template: str = ""
     """The file that the WGSL was rendered from; empty where none was."""
+    workgroup_size: Any = None
+    """What `dispatch` says that the template declares; of a strict plan alone."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -424,8 +426,11 @@ class _Step:
         last = self.last
         if last and same and last.wgsl is code and last.workgroups == workgroups:
             return last
+        size = None
+        if self.planner.strict and step.dispatch.workgroup_size is not None:
+            size = evaluate(step.dispatch.workgroup_size, self.names)
         self.last = PassPlan(
-            self.label, code, bindings, workgroups, step.view_alias, self.template.name
+            self.label, code, bindings, workgroups, step.view_alias, self.template.name, size
         )
         return self.last
 

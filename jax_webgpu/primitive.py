@@ -4,7 +4,6 @@ This module and `fuse` are the only ones that import JAX's unstable parts.
 """
 
 import atexit
-import contextlib
 import functools
 import os
 import threading
@@ -22,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_webgpu import config, device, variants
 from jax_webgpu.capabilities import IDEAL
-from jax_webgpu.errors import CallError, DeviceError
+from jax_webgpu.errors import CallError, DeviceError, ShaderError
 from jax_webgpu.resolve import Pairs, Resolved, Tensor
 from jax_webgpu.runtime import Dispatcher, Operator
 
@@ -338,20 +337,27 @@ def _cross(registered: Registered, on_cpu: bool, *arrays: Any, call: Call) -> Se
     made = wanted if tensors == given else registered.rules.results(call, tensors)
     results = [jax.ShapeDtypeStruct(each.shape, np.dtype(each.dtype)) for each in made]
     resolved = registered.resolve(call, tensors)
-    _plan_early(registered.operator, resolved)
+    check_early(registered.operator, call.static, resolved)
     dispatch = Dispatcher(registered.operator, resolved, call.static)
     host = functools.partial(_host, dispatch, call.placed)
     crossed = cross(call, on_cpu, host, results, *operands, *place)
     return [each.astype(result.dtype) for each, result in zip(crossed, wanted, strict=True)]
 
 
-def _plan_early(operator: Operator, resolved: Resolved) -> None:
+def check_early(operator: Operator, static: Pairs, resolved: Resolved) -> None:
     """Raises what is the caller's mistake: raised in a callback, it comes inside an error of JAX's.
 
-    What is the device's, or that there is none, is told when the call runs.
+    So is WGSL that no device takes. What is the device's, or that there is none, is told when the
+    call runs.
     """
-    with contextlib.suppress(DeviceError):
+    try:
         operator.plan(resolved, device.get().capabilities).check_written()
+        if operator.early is not None:
+            operator.early(static, resolved)
+    except ShaderError:
+        raise
+    except DeviceError:
+        pass
 
 
 def cross(

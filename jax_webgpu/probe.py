@@ -54,14 +54,38 @@ def calls(spec: Spec, first: Iterable[Resolved] = ()) -> dict[str, Resolved]:
       first: calls that are tried before the made-up ones.
     """
     first = tuple(first)
-    found = dict[str, Resolved]()
-    for variant in spec.variants:
-        own = alone(spec, variant.id)
-        given = (replace(call, spec=own) for call in first)
-        call = next((each for each in given if _misses(each) == 0), None) or _search(own)
-        if call is not None:
-            found[variant.id] = call
-    return found
+    nearest = ((variant.id, near(spec, variant.id, first)) for variant in spec.variants)
+    return {variant: call for variant, (misses, call) in nearest if not misses and call}
+
+
+def near(spec: Spec, variant: str, first: Iterable[Resolved] = ()) -> tuple[float, Resolved | None]:
+    """How many of a variant's conditions the nearest call fails that is found, and the call."""
+    own = alone(spec, variant)
+    given = (replace(call, spec=own) for call in first)
+    call = next((each for each in given if _misses(each) == 0), None)
+    return (0, call) if call is not None else _search(own)
+
+
+def typed(call: Resolved) -> Iterator[Resolved]:
+    """The call with each dtype that its type variables admit, one changed at a time."""
+    ports = {**call.spec.inputs, **call.spec.outputs}
+
+    def changed(given: tuple[tuple[str, Tensor], ...], variable: str, dtype: str) -> Any:
+        return tuple(
+            (name, replace(tensor, dtype=dtype) if ports[name].dtype == variable else tensor)
+            for name, tensor in given
+        )
+
+    for variable, allowed in call.spec.type_constraints.items():
+        for dtype in allowed:
+            made = replace(
+                call,
+                inputs=changed(call.inputs, variable, dtype),
+                outputs=changed(call.outputs, variable, dtype),
+                logical=tuple((n, dtype if n == variable else d) for n, d in call.logical),
+            )
+            if made != call and _misses(made) == 0:
+                yield made
 
 
 @dataclass(frozen=True)
@@ -75,8 +99,9 @@ class _Draft:
     """How many of the optional ones."""
 
 
-def _search(spec: Spec) -> Resolved | None:
+def _search(spec: Spec) -> tuple[float, Resolved | None]:
     left = MOST
+    nearest: tuple[float, Resolved | None] = (float("inf"), None)
     for start in _STARTS:
         draft = _start(spec, start)
         best, seen = _tried(spec, draft), {draft}
@@ -92,8 +117,9 @@ def _search(spec: Spec) -> Resolved | None:
                 if tried[0] < best[0]:
                     draft, best, moved = other, tried, True
                 if best[0] == 0:
-                    return best[1]
-    return None
+                    return best
+        nearest = min(nearest, best, key=lambda each: each[0])
+    return nearest
 
 
 def _start(spec: Spec, shape: Shape) -> _Draft:

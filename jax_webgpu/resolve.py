@@ -54,7 +54,7 @@ class Resolved:
         parts = [f"{name} = {tensor}" for name, tensor in self.inputs]
         parts += [f"{name} = {value}" for name, value in self.attributes]
         outputs = ", ".join(f"{name} {tensor}" for name, tensor in self.outputs)
-        return f"{self.spec.name}({', '.join(parts)}) -> {outputs}"
+        return f"{self.spec.name}({', '.join(parts)})" + (f" -> {outputs}" if outputs else "")
 
     def with_tunables(self, **tunables: Any) -> "Resolved":
         return replace(self, tunables=tuple(sorted({**dict(self.tunables), **tunables}.items())))
@@ -116,12 +116,22 @@ def resolve(
         spec=spec,
         inputs=bound,
         outputs=(),
-        attributes=_attributes(spec, attributes or {}),
-        args=_args(spec, args or {}),
+        attributes=checked_attributes(spec, attributes or {}),
+        args=checked_args(spec, args or {}),
         tunables=checked_tunables(spec, tunables or {}),
         logical=tuple(logical.items()),
     )
     return replace(resolved, outputs=_outputs(resolved, outputs))
+
+
+def stated_shape(resolved: Resolved, name: str) -> tuple[int, ...] | None:
+    """The shape that the manifest gives an output of a call; None where it gives none."""
+    port = resolved.spec.outputs[name]
+    if port.shape is None:
+        return None
+    names = [name for name, _ in resolved.outputs]
+    before = replace(resolved, outputs=resolved.outputs[: names.index(name)])
+    return _shape(before, port, None, names)
 
 
 def scope(resolved: Resolved, capabilities: Capabilities) -> dict[str, Any]:
@@ -235,7 +245,8 @@ def _known(spec: Spec, what: str, given: Iterable[str], known: Collection[str]) 
             raise CallError(f"{spec.name} has no {what} {name}; it has {has}")
 
 
-def _attributes(spec: Spec, given: Mapping[str, Any]) -> Pairs:
+def checked_attributes(spec: Spec, given: Mapping[str, Any]) -> Pairs:
+    """The attributes with defaults, as the format has their values; raises `CallError`."""
     _known(spec, "attribute", given, spec.attributes)
     result = []
     for name, attribute in spec.attributes.items():
@@ -245,16 +256,13 @@ def _attributes(spec: Spec, given: Mapping[str, Any]) -> Pairs:
             if attribute.required:
                 raise CallError(f"{spec.name}: the attribute {name} is missing")
             continue
-        if isinstance(value, bool) and not isinstance(attribute.default, bool):
+        known = [attribute.default, *(attribute.values or ())]
+        known = [each for each in known if each is not UNDEFINED]
+        if known and not any(_is_like(value, each) for each in known):
+            wanted = " or ".join(dict.fromkeys(map(_described, known)))
+            raise CallError(f"{spec.name}: {name} is {show(value)}; expected {wanted}")
+        if isinstance(value, bool) and not known:
             value = int(value)  # equal to it, so it must also print the same
-        kinds = {
-            _kind(each)
-            for each in (value, attribute.default)
-            if isinstance(each, int | float | str)
-        }
-        if kinds == {"string", "number"}:
-            wanted = _kind(attribute.default)
-            raise CallError(f"{spec.name}: {name} is {show(value)}; expected a {wanted}")
         if attribute.values is not None and _rounded(value) not in map(_rounded, attribute.values):
             allowed = ", ".join(map(show, attribute.values))
             raise CallError(f"{spec.name}: {name} is {show(value)}; expected one of {allowed}")
@@ -299,7 +307,8 @@ _KINDS: dict[str, type | tuple[type, ...]] = {
 }
 
 
-def _args(spec: Spec, given: Mapping[str, Any]) -> Pairs:
+def checked_args(spec: Spec, given: Mapping[str, Any]) -> Pairs:
+    """The arguments, as the format has their values; raises `CallError`."""
     _known(spec, "argument", given, spec.args)
     result: list[tuple[str, Any]] = []
     for name, argument in spec.args.items():
@@ -338,6 +347,28 @@ def checked_tunables(spec: Spec, given: Mapping[str, Any]) -> Pairs:
             raise CallError(f"{spec.name}: {name} is {show(value)}; expected a {_kind(default)}")
         result.append((name, value))
     return tuple(result)
+
+
+def _is_like(value: Any, known: Any) -> bool:
+    """Whether a value is of the kind of another; of lists all elements, if there are any."""
+    if isinstance(value, tuple) and isinstance(known, tuple):
+        kinds = _kinds(known)
+        return not kinds or _kinds(value) <= kinds
+    is_list = isinstance(value, tuple) or isinstance(known, tuple)
+    return not is_list and _kind(value) == _kind(known)
+
+
+def _kinds(value: Any) -> set[str]:
+    """The kinds of what is in a list, and in lists in it."""
+    return set().union(*map(_kinds, value)) if isinstance(value, tuple) else {_kind(value)}
+
+
+def _described(value: Any) -> str:
+    """The kind of a value, for a message."""
+    if isinstance(value, tuple):
+        kinds = _kinds(value)
+        return f"a list of {kinds.pop()}s" if len(kinds) == 1 else "a list"
+    return "true or false" if isinstance(value, bool) else f"a {_kind(value)}"
 
 
 def _kind(value: Any) -> str:

@@ -1,13 +1,15 @@
 """Each variant of a kernel rendered for a table of devices, and compiled on this machine's."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from jax_webgpu import device, plan, probe, trial
-from jax_webgpu.capabilities import PRESETS, Capabilities
+from jax_webgpu import device, lint, plan, probe, runtime, trial, variants, wgsl
+from jax_webgpu.capabilities import IDEAL, PRESETS, Capabilities
 from jax_webgpu.errors import AdapterError, DeviceError, JaxWebGPUError, ShaderError
 from jax_webgpu.folder import Folder
-from jax_webgpu.resolve import Resolved
+from jax_webgpu.plan import Plan
+from jax_webgpu.resolve import Resolved, extend, scope
 from jax_webgpu.spec import Spec
 
 
@@ -19,25 +21,57 @@ class Verdict:
       variant: its id.
       device: the device's name.
       status: ``compiles``; ``renders``, on a device on paper; ``refused``, by a device that lacks
-        something; or ``fails``.
-      detail: why, in words.
-      warning: of a template that prints something undefined.
+        something; or ``fails``. The worst of its calls', but refused where all are.
+      details: why, in words, of each call that fails or is refused.
+      warnings: of a template that prints something undefined, or declares another workgroup size
+        than its dispatch counts with.
     """
 
     variant: str
     device: str
     status: str
-    detail: str = ""
-    warning: str = ""
+    details: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
 
-def calls(spec: Spec, files: Folder) -> dict[str, Resolved]:
-    """A call for each variant that one is found for: of the folder's tests, or made up."""
+def calls(spec: Spec, files: Folder) -> tuple[dict[str, list[Resolved]], dict[str, str]]:
+    """Calls of each variant, and of those that none is found for why the nearest is refused.
+
+    One that is found, in the folder's tests or made up, the same in every dtype that the variant
+    takes, and all of the tests that it runs.
+    """
     cases = trial.read(files) if files.find("test.json") is not None else ()
-    return probe.calls(spec, trial.calls(spec, cases))
+    given = [*trial.calls(spec, cases)]
+    chosen = [(_chosen(call), call) for call in given]
+    found, refused = dict[str, list[Resolved]](), dict[str, str]()
+    for variant in spec.variants:
+        misses, call = probe.near(spec, variant.id, given)
+        if call is None or misses:
+            refused[variant.id] = "" if call is None else _refusal(call)
+            continue
+        own = [replace(each, spec=call.spec) for name, each in chosen if name == variant.id]
+        found[variant.id] = list(dict.fromkeys([call, *probe.typed(call), *own]))
+    return found, refused
 
 
-def review(found: dict[str, Resolved]) -> Iterator[Verdict]:
+def _chosen(call: Resolved) -> str | None:
+    """The variant that would run a call on a device that can do everything."""
+    try:
+        return variants.select(call, IDEAL).variant.id
+    except JaxWebGPUError:
+        return None
+
+
+def _refusal(call: Resolved) -> str:
+    """Why the only variant of a call does not take it."""
+    try:
+        names = extend(scope(call, IDEAL), call.spec.derive.items(), call.spec.of_device)
+    except JaxWebGPUError as error:
+        return str(error)
+    return variants.refusals(call, IDEAL, names)[0].reason
+
+
+def review(found: Mapping[str, Sequence[Resolved]]) -> Iterator[Verdict]:
     """Plans each call for each device of the table, and compiles it on this machine's.
 
     Where this machine has no adapter, devices on paper are all.
@@ -47,28 +81,64 @@ def review(found: dict[str, Resolved]) -> Iterator[Verdict]:
     except AdapterError:
         gpu = None
     own = [gpu.capabilities] if gpu else []
-    for variant, call in found.items():
+    for variant, given in found.items():
+        strict = set(given)  # what a template leaves undefined it does on the first device too
         for capabilities in [*own, *PRESETS.values()]:
-            yield _verdict(variant, call, capabilities, gpu if capabilities in own else None)
+            on = gpu if capabilities in own else None
+            verdicts = [_verdict(variant, call, capabilities, on, call in strict) for call in given]
+            strict -= {c for c, v in zip(given, verdicts, strict=True) if v.status != "refused"}
+            yield _worst(verdicts)
+
+
+def _worst(verdicts: Sequence[Verdict]) -> Verdict:
+    """The verdicts of several calls as one: a device may lack what only some of them need."""
+    order = ("fails", "compiles", "renders", "refused")
+    worst = min(verdicts, key=lambda each: order.index(each.status))
+    alike = [each for each in verdicts if each.status == worst.status]
+    return replace(
+        worst,
+        details=tuple(dict.fromkeys(text for each in alike for text in each.details)),
+        warnings=tuple(dict.fromkeys(text for each in verdicts for text in each.warnings)),
+    )
 
 
 def _verdict(
-    variant: str, call: Resolved, capabilities: Capabilities, gpu: device.Device | None
+    variant: str,
+    call: Resolved,
+    capabilities: Capabilities,
+    gpu: device.Device | None,
+    strict: bool,
 ) -> Verdict:
-    name = capabilities.name
+    name, status = capabilities.name, "renders" if gpu is None else "compiles"
     try:
         planned = plan.anew(call, capabilities)
         if gpu is not None:
-            gpu.compile(planned.passes)
+            runtime.compile_(planned, gpu)
     except ShaderError as error:
-        return Verdict(variant, name, "fails", str(error))
+        return Verdict(variant, name, "fails", (str(error),))
     except DeviceError as error:
-        return Verdict(variant, name, "refused", str(error).splitlines()[-1].strip())
+        return Verdict(variant, name, "refused", (str(error).splitlines()[-1].strip(),))
     except JaxWebGPUError as error:
-        return Verdict(variant, name, "fails", str(error))
-    warning = ""
+        return Verdict(variant, name, "fails", (str(error),))
+    if not strict:
+        return Verdict(variant, name, status)
     try:
-        plan.anew(call, capabilities, strict=True)
+        warnings = tuple(_mismatches(plan.anew(call, capabilities, strict=True)))
     except JaxWebGPUError as error:
-        warning = str(error)
-    return Verdict(variant, name, "renders" if gpu is None else "compiles", warning=warning)
+        if any(lint.is_certain(each, str(error)) for each in call.spec.templates.values()):
+            return Verdict(variant, name, "fails", (str(error),))
+        warnings = (str(error),)
+    return Verdict(variant, name, status, warnings=warnings)
+
+
+def _mismatches(strict: Plan) -> Iterator[str]:
+    """Where a template declares another workgroup size than the dispatch counts with."""
+    for each in strict.passes:
+        declared = wgsl.workgroup_size(wgsl.code(each.wgsl))
+        counted = each.workgroup_size
+        if declared and counted is not None and math.prod(declared) != counted:
+            shown = ", ".join(map(str, declared))
+            yield (
+                f"{each.label}: {each.template} declares @workgroup_size({shown}), and the "
+                f"dispatch counts with a workgroupSize of {counted}"
+            )

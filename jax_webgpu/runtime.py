@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
-from jax_webgpu import device, plan, program, resources, spec
+from jax_webgpu import device, plan, program, resources, spec, wgsl
 from jax_webgpu.capabilities import Capabilities
-from jax_webgpu.errors import CallError, LimitError
+from jax_webgpu.errors import CallError, DeviceError, LimitError, ShaderError
 from jax_webgpu.plan import Buffer
 from jax_webgpu.resolve import Pairs, Resolved, Tensor
 from jax_webgpu.spec import Spec
@@ -40,6 +40,8 @@ class Operator:
       parts: the outputs of a call for the host, where its only output may hold several, one behind
         the other.
       views: the outputs as views of the one input, where that is all that the operator does.
+      early: looks at a call while JAX compiles it, if there is a device, and raises `ValueError`;
+        it also gets what the operator keeps of the call.
     """
 
     name: str
@@ -50,6 +52,7 @@ class Operator:
     moves_bits: bool = False
     parts: Callable[[Resolved], Sequence[Tensor]] | None = None
     views: Callable[[Resolved, np.ndarray], Arrays] | None = None
+    early: Callable[[Pairs, Resolved], None] | None = None
 
     @functools.cached_property
     def spec(self) -> Spec:
@@ -71,6 +74,26 @@ class Operator:
         if self.fit is not None:
             resolved = self.fit(resolved, capabilities)
         return plan.make(resolved, capabilities)
+
+
+def compile_(planned: plan.Plan, gpu: device.Device) -> None:
+    """Compiles the shaders of a plan, and runs nothing.
+
+    Raises:
+      ShaderError: wgpu refuses one; the text ends in the template, the line, and what is wrong.
+      DeviceError: the device failed.
+    """
+    templates = planned.resolved.spec.templates
+    for each in planned.passes:
+        try:
+            gpu.compile([each])
+        except ShaderError as error:
+            words, template = str(error.__cause__), templates[each.template]
+            if not wgsl.is_refusal(words):
+                raise DeviceError(str(error)) from error.__cause__
+            who = str(error).partition(" refuses the shader")[0]
+            told = wgsl.refusal(template.name, template.source, each.wgsl, words)
+            raise ShaderError(f"{who} refuses this:\n{told}") from None
 
 
 @functools.cache

@@ -12,7 +12,7 @@ import math
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -202,6 +202,7 @@ class Variant:
     derive: tuple[tuple[str, Value], ...]
     intermediates: tuple[Intermediate, ...]
     passes: tuple[Pass | Repeat, ...]
+    description: str = ""
 
     @functools.cached_property
     def every_pass(self) -> tuple[Pass, ...]:
@@ -250,6 +251,8 @@ class Spec:
     templates: Mapping[str, Template]
     path: Path
     digest: str
+    told: Mapping[str, str] = field(default_factory=dict)
+    """The descriptions of tunables, those that only variants have among them."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Spec) and self.digest == other.digest
@@ -515,6 +518,7 @@ class _Reader:
             templates=self.templates,
             path=self.manifest,
             digest=self.digest(),
+            told=_told([*found, node]),
         )
 
     def digest(self) -> str:
@@ -615,6 +619,7 @@ class _Reader:
             derive=derive,
             intermediates=tuple(scratch.values()),
             passes=self.passes(keys["passes"], names, scratch),
+            description=_description(node),
         )
 
     def check_variants(self, node: Node, variants: tuple[Variant, ...]) -> None:
@@ -825,6 +830,18 @@ def _tunables(keys: Object) -> dict[str, Any]:
         name: node.object("default", "description")["default"].scalar()
         for name, node in keys.members("tunables").items()
     }
+
+
+def _told(nodes: Iterable[Node]) -> dict[str, str]:
+    """The descriptions of the tunables of objects that were read, the last's before the others'."""
+    every = [each.members().members("tunables").items() for each in nodes]
+    return {name: text for each in every for name, node in each if (text := _description(node))}
+
+
+def _description(node: Node) -> str:
+    """The text of a key that only documents, whatever stands there."""
+    text = node.members()["description"].value if "description" in node.members() else ""
+    return text if isinstance(text, str) else ""
 
 
 def _requires(keys: Object) -> Requires:

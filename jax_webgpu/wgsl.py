@@ -60,3 +60,76 @@ def workgroup_size(text: str) -> list[int]:
     found = _WORKGROUP.search(text)
     sizes = re.findall(r"\d+", found[1]) if found else []
     return [int(size) if len(size) < 20 else 2**64 for size in sizes]
+
+
+# ---- what a compiler refuses ---------------------------------------------------------------------
+
+# In the words of naga, wgpu's compiler: a sentence, and the place of what it is about.
+_SENTENCE = re.compile(r"^Shader (?:'.*' )?[a-z ]*error: (.*)$", re.MULTILINE)
+_PLACE = re.compile(r"┌─ .*:(\d+):\d+$", re.MULTILINE)
+
+# What a template does not print as it stands.
+_MARKUP = re.compile(r"\{\{.*?\}\}|\{%.*?%\}|\{#.*?#\}")
+
+# So many lines of the code stand around the one that an error is about.
+AROUND = 5
+
+
+def is_refusal(words: str) -> bool:
+    """Whether a compiler's words are about the text, and not about the device."""
+    return _SENTENCE.search(words) is not None
+
+
+def refusal(template: str, source: str, text: str, words: str) -> str:
+    """Why a compiler refuses code, its sentence last.
+
+    Args:
+      template: the file that the code was rendered from.
+      source: its text.
+      text: the code.
+      words: the compiler's own, of which `is_refusal` is true.
+    """
+    found, place = _SENTENCE.search(words), _PLACE.search(words)
+    more = [line for line in words[found.end() if found else 0 :].splitlines() if line.strip(" │")]
+    reasons = [line.strip(" =") for line in more if line.lstrip().startswith("= ")]
+    more = [line for line in more if line.strip(" =") not in reasons]
+    sentence = ": ".join([found[1] if found else "", *reasons])
+    if place is None:
+        return "\n".join([*more, f"the WGSL of {template}: {sentence}"])
+    lines = text.splitlines()
+    at = min(int(place[1]), len(lines))
+    first = max(1, at - AROUND)
+    shown = [
+        f"{'>' if number == at else ' '}{number:5} | {line}"
+        for number, line in enumerate(lines[first - 1 : at + AROUND], first)
+    ]
+    origin = _origin(source, lines[at - 1])
+    where = f"{template}:{origin} (line {at} of the WGSL)"
+    if origin is None:
+        where = f"{template}, line {at} of the WGSL"
+    return "\n".join([*shown, *more, f"{where}: {sentence}"])
+
+
+def _origin(source: str, line: str) -> int | None:
+    """The line of a template that a line of code comes from, if only one can have made it."""
+    made = [
+        number
+        for number, each in enumerate(source.splitlines(), 1)
+        if any(parts := [part.strip() for part in _MARKUP.split(each)])
+        and _may_print(parts, line.strip())
+    ]
+    return made[0] if len(made) == 1 else None
+
+
+def _may_print(parts: list[str], line: str) -> bool:
+    """Whether a line is these texts in order, with anything between them."""
+    first, *between = parts
+    if not between:
+        return line == first
+    last, at = between.pop(), len(first)
+    for part in between:
+        found = line.find(part, at)
+        if found < 0:
+            return False
+        at = found + len(part)
+    return line.startswith(first) and line.endswith(last) and at + len(last) <= len(line)

@@ -84,6 +84,11 @@ def test_explain_on_this_adapter(capsys):
         ("explain rotary_embedding --x 8 --cos 8,4 --position-ids --device floor", "x has shape"),
         ("explain rotary_embedding --x 1,2,3,8 --cos 1,3,8 --device floor", "the full width of 8"),
         (f"{ROTARY} --workgroup-size 512 --device floor", "WORKGROUP_SIZE is 512"),
+        (
+            "explain examples/kernels/gelu x=float32:4 x=float32:5 --device floor",
+            "x is given twice",
+        ),
+        ("explain examples/kernels/scan x=float32:4 axis=0 axis=0", "axis is given twice"),
     ],
 )
 def test_what_is_wrong_is_said(capsys, line, message):
@@ -97,6 +102,7 @@ def test_what_is_wrong_is_said(capsys, line, message):
     [
         ("explain split --x 3,y", "'3,y' is not a list of sizes"),
         ("explain split --x 3,-1", "'3,-1' has a negative size"),
+        ("explain split --x 3 --workgroup-size 0", "'0' is no whole number of 1 or more"),
         ("tune --mib inf", "'inf' is no size in MiB"),
         ("tune --mib nan", "'nan' is no size in MiB"),
         ("tune --mib 0", "'0' is no size in MiB"),
@@ -107,6 +113,101 @@ def test_wrong_use(capsys, line, message):
     with pytest.raises(SystemExit, match="2"):
         cli.main(line.split())
     assert message in capsys.readouterr().err
+
+
+KERNELS = pathlib.Path(__file__).parents[1] / "examples" / "kernels"
+
+
+def without_manifest(path):
+    (path / "manifest.json").unlink()
+
+
+def in_place(name, data=None):
+    """Another thing under a file's name: other bytes, or a folder."""
+
+    def change(path):
+        (path / name).unlink(missing_ok=True)
+        (path / name).mkdir() if data is None else (path / name).write_bytes(data)
+
+    return change
+
+
+def a_loop_of_links(path):
+    (path / "manifest.json").unlink()
+    (path / "manifest.json").symlink_to("manifest.json")
+
+
+ODD = {
+    "none": (shutil.rmtree, "there is no kernel folder"),
+    "empty": (lambda path: [each.unlink() for each in path.iterdir()], "manifest.json is missing"),
+    "no manifest": (without_manifest, "manifest.json is missing"),
+    "no template": (lambda path: (path / "gelu.wgsl.jinja").unlink(), "gelu.wgsl.jinja is missing"),
+    "no JSON": (in_place("manifest.json", b'{"name": '), "manifest.json: Expecting value"),
+    "no object": (in_place("manifest.json", b"[]"), "manifest.json: $: expected an object"),
+    "no bytes": (in_place("manifest.json", b""), "manifest.json: Expecting value"),
+    "nested": (in_place("manifest.json", b"[" * 100_000), "nested too deeply"),
+    "no text": (in_place("gelu.wgsl.jinja", b"\xff\xfe\0"), "can't decode byte"),
+    "a folder": (in_place("manifest.json"), "cannot read manifest.json: Is a directory"),
+    "a folder for a template": (in_place("gelu.wgsl.jinja"), "gelu.wgsl.jinja: Is a directory"),
+    "metadata": (in_place("metadata.json", b"{"), "metadata.json: Expecting property name"),
+    "a link": (a_loop_of_links, "cannot read manifest.json: "),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+@pytest.mark.parametrize("command", ["info", "explain", "lint", "test"])
+def test_odd_folders(capsys, tmp_path, recwarn, name, command):
+    """One line says what is wrong, and no traceback."""
+    path = tmp_path / "gelu"
+    shutil.copytree(KERNELS / "gelu", path)
+    (path / "metadata.json").unlink()
+    change, message = ODD[name]
+    change(path)
+    status, out, err = call(capsys, f"{command} {path}" + " x=float32:4" * (command == "explain"))
+    assert (status, err.count("\n"), "Traceback" in out + err) == (1, 1, False)
+    assert err.startswith(f"python -m jax_webgpu {command}: ") and message in err
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [(None, "Is a directory"), (b"{", "Expecting property"), (b"[]", "expected an object")],
+)
+@pytest.mark.parametrize("command", ["lint", "test"])
+def test_odd_tests_in_a_folder(capsys, tmp_path, command, data, message):
+    shutil.copytree(KERNELS / "gelu", tmp_path / "gelu")
+    (tmp_path / "gelu" / "metadata.json").unlink()
+    in_place("test.json", data)(tmp_path / "gelu")
+    status, _, err = call(capsys, f"{command} {tmp_path / 'gelu'}")
+    assert (status, err.count("\n")) == (1, 1)
+    assert "test.json" in err and message in err
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("x" * 5000, "File name too long"),
+        ("\udcff", "no kernel folder '\\udcff'"),
+        (" ", "no kernel folder ' '"),
+        (str(KERNELS / "gelu" / "manifest.json"), "is a file; give its folder"),
+        ("examples/kernels/gelu/nothing", "there is no kernel folder"),
+    ],
+)
+@pytest.mark.parametrize("command", ["info", "lint", "test"])
+def test_odd_names_of_folders(capsys, name, command, message):
+    assert cli.main([command, name]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line and len(line) < 400
+
+
+def test_explain_takes_64_bits_as_such(capsys):
+    status, _, err = call(capsys, f"explain {KERNELS / 'gelu'} x=float64:4 --device floor")
+    assert (status, "x has dtype float64; expected float32 or float16" in err) == (1, True)
+
+
+def test_explain_a_folder_of_one_variant(capsys):
+    status, out, _ = call(capsys, f"explain {KERNELS / 'scan'} x=float32:8 --device floor")
+    assert status == 0
+    assert out.endswith("the other variants\n  none: the manifest has no other\n")
 
 
 def test_info(capsys):

@@ -26,6 +26,7 @@ from jax_webgpu import (
     plan,
     spec,
     templates,
+    trial,
     values,
 )
 
@@ -192,6 +193,36 @@ def test_needed_keys(name):
 def test_objects():
     rows = table("Keys of a manifest")
     assert [row[0] for row in rows[1:] if row[0]] == [*OBJECTS]
+
+
+# Each kind of object of a test.json, in the smallest file that has one.
+TESTS = {
+    "file": lambda each: each,
+    "case": lambda each: {"cases": [each]},
+    "input": lambda each: {"cases": [{"name": "c", "inputs": {"x": each}, "outputs": {}}]},
+    "output": lambda each: {"cases": [{"name": "c", "inputs": {}, "outputs": {"y": each}}]},
+}
+
+
+@pytest.mark.parametrize("name", TESTS)
+def test_keys_of_tests(tmp_path, name):
+    def told(given, what):
+        (tmp_path / "test.json").write_text(json.dumps(TESTS[name](given)))
+        with pytest.raises(SpecError) as error:
+            trial.read(folder.read(tmp_path))
+        return re.search(what, str(error.value))
+
+    current, listed = "", []
+    for row in table("Keys of test.json"):
+        current = row[0] or current
+        listed += [row[1]] if current == name else []
+    known = told({"none": 0}, "unknown key 'none'; known here: (.*)")[1]
+    assert sorted(key for cell in listed for key in quoted(cell)) == known.split(", ")
+    found = {}
+    while missing := told(found, r"the key '(\w+)' is missing"):
+        found[missing[1]] = None
+    bold = {key for cell in listed for key in re.findall(r"\*\*`(\w+)`\*\*", cell)}
+    assert bold == {*found}
 
 
 def test_helpers():

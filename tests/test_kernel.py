@@ -1,13 +1,18 @@
 """Kernel folders as JAX functions: `load_kernel`."""
 
 import copy
+import enum
 import inspect
+import json
 import pickle
 import pydoc
+import re
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+import cloudpickle
 import folders
 import jax
 import jax.numpy as jnp
@@ -89,6 +94,87 @@ def test_numbers_take_the_dtype_of_the_arrays_beside_them(run, scale):
     np.testing.assert_array_equal(y, 2 * x + np.float16(1.5))
     assert scale(3).dtype == jnp.int32
     assert scale(3.0).dtype == jnp.float32
+
+
+class Few(enum.IntEnum):
+    THREE = 3
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "dtype"),
+    [
+        (1, 2, "int32"),
+        (1, 2.0, "float32"),
+        (2.0, 1, "float32"),
+        (Few.THREE, 1, "int32"),
+        (np.float64(1.5), 2, "float32"),
+        (np.int64(3), 1, "int32"),
+        (np.ones(3, "float64"), 1, "float32"),
+        (np.arange(3), 1, "int32"),
+        (np.ones(3, "float16"), 0.5, "float16"),
+        (1, np.ones(3, "float16"), "float16"),
+    ],
+)
+def test_the_dtypes_of_numbers(run, a, b, dtype):
+    """As in JAX: a number has no dtype of its own, traced or not, and NumPy's have."""
+    add = load_kernel(KERNELS / "add")
+    for y in (add(a, b), run(add, a, b), run(lambda a: add(a, b), a), run(lambda b: add(a, b), b)):
+        assert y.dtype == dtype
+        np.testing.assert_array_equal(y, np.asarray(a) + np.asarray(b))
+
+
+def test_a_weak_array_takes_the_dtype_beside_it(run):
+    add, x = load_kernel(KERNELS / "add"), floats(3, dtype="float16")
+    with jax.numpy_dtype_promotion("standard"):
+        y = run(lambda x: add(x, jnp.asarray(2.0) * 3), x)
+    assert y.dtype == jnp.float16
+    np.testing.assert_array_equal(y, x + np.float16(6))
+    assert run(load_kernel(KERNELS / "gelu"), 2).dtype == jnp.float32
+    with pytest.raises(CallError, match="b has dtype float32; expected int32, the dtype of a"):
+        run(add, np.arange(3, dtype="int32"), jnp.asarray(2.0))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "number", "message"),
+    [
+        ("float16", 70000.0, r"b is 70000.0, outside of the range of float16"),
+        ("float32", 10**400, r"b is about 10\^400, outside of the range of float32"),
+        ("int32", 2**31, r"b is 2,147,483,648, outside of the range of int32"),
+        ("int32", np.int64(2**31), r"b is 2147483648, outside of the range of int32: enable"),
+        (
+            "int32",
+            np.array([1, -(2**40)]),
+            r"b\[1\] is -1099511627776, outside of the range of int",
+        ),
+        ("uint32", np.array([2**33], "uint64"), r"b\[0\] is 8589934592, outside of the range of u"),
+    ],
+)
+def test_numbers_that_do_not_fit(dtype, number, message):
+    add = load_kernel(KERNELS / "add")
+    with pytest.raises(CallError, match=message):
+        add(np.ones(2, dtype), number)
+    assert np.isnan(add(np.ones(2, "float32"), float("nan"))).all()
+
+
+@pytest.mark.parametrize("shape", [(8,), (2,), (2, 2), ()])
+def test_a_shape_that_the_manifest_does_not_give(run, scale, shape):
+    """Of a larger array the kernel would leave the rest as it is."""
+    x = floats(4)
+    for given in (shape, jax.ShapeDtypeStruct(shape, "float32")):
+        with pytest.raises(CallError, match=r"outputs gives y the shape .*; it is \(4,\) in this"):
+            run(lambda x, given=given: scale(x, outputs={"y": given}), x)
+    np.testing.assert_array_equal(run(lambda x: scale(x, outputs={"y": (4,)}), x), 2 * x)
+
+
+def test_arrays_as_numpy_has_them(run):
+    """Of any strides and alignment, read-only, and without axes or elements."""
+    gelu, x = load_kernel(KERNELS / "gelu"), floats(4, 6)
+    unaligned = np.frombuffer(b"\0" + x.tobytes(), "float32", offset=1).reshape(x.shape)
+    still = np.broadcast_to(np.float32(1.5), (3, 2))
+    for each in (x[:, ::2], x[::-1], x.T, np.asfortranarray(x), unaligned, still, x[0, 0], x[:0]):
+        np.testing.assert_allclose(
+            run(gelu, each), jax.nn.gelu(np.ascontiguousarray(each), approximate=False), rtol=1e-5
+        )
 
 
 def test_in_place_ports(run, accumulate):
@@ -191,7 +277,13 @@ def test_the_own_manifests_as_folders(run, tmp_path):
     ("call", "error", "message"),
     [
         (lambda k, x: k(), CallError, "the input x is missing"),
-        (lambda k, x: k(x, x, x), CallError, r"takes 2 inputs \(x, bias\), got 3"),
+        (
+            lambda k, x: k(x, x, 3),
+            CallError,
+            r"takes 2 inputs \(x, bias\), got 3; attributes and arguments go by name, as factor=…",
+        ),
+        (lambda k, x: k(x, factor=True), CallError, "factor is true; expected a number"),
+        (lambda k, x: k(x, mode=["plain"]), CallError, r'mode is \["plain"\]; expected a string'),
         (lambda k, x: k(x, x=x), CallError, "the input x is given by position and by name"),
         (lambda k, x: k(x, factr=1), CallError, "has no 'factr'; it has x, bias, factor, mode"),
         (lambda k, x: k(x, mode="up"), CallError, "mode is .*up.*; expected one of .*plain"),
@@ -213,6 +305,74 @@ def test_what_is_refused(run, scale, call, error, message):
         run(lambda x: call(scale, x), floats(4))
 
 
+def test_equal_values_of_another_kind_are_refused_after_a_call(scale):
+    """JAX keeps what it traced by values that are equal, and True is 1."""
+    x = floats(4)
+    for f in (scale, jax.jit(scale, static_argnames="factor")):
+        np.testing.assert_array_equal(f(x, factor=1), x)
+        with pytest.raises(CallError, match="factor is true; expected a number"):
+            f(x, factor=True)
+
+
+def test_an_argument_of_another_kind(accumulate):
+    x = floats(4)
+    accumulate(x, x, amount=1)
+    with pytest.raises(CallError, match="amount is true; expected f32"):
+        accumulate(x, x, amount=True)
+
+
+def test_takes_one_input(moments):
+    with pytest.raises(CallError, match=r"Moments takes 1 input \(x\), got 2$"):
+        moments(floats(2, 2), 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "call", "message"),
+    [
+        ("moments", lambda k: k(3.0), r"no variant .*\n  only: `ranks.x == 2`: 0, expected 2"),
+        ("moments", lambda k: k(floats(3)), r"no variant .*\n  only: `ranks.x == 2`: 1, exp"),
+        (
+            "take",
+            lambda k: k(3.0, np.zeros(3, "int32"), np.zeros(3, "int32")),
+            r"the shape of y comes out as \[3, undefined\]; of x = float32\[\], rows = int64\[3\]",
+        ),
+    ],
+)
+def test_a_number_for_an_array(run, tmp_path, name, call, message):
+    """The clauses refuse it; shapes of outputs that fail for it come first, and tell less."""
+    kernel = load_kernel(getattr(folders, name)(tmp_path))
+    with pytest.raises(CallError, match=message):
+        call(kernel)
+
+
+def test_a_rank_that_is_documented_is_told_where_the_shape_fails(tmp_path):
+    path = folders.moments(tmp_path)
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["variants"][0]["when"] = []
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CallError, match=r"x is float32\[\]; expected an array of rank 2"):
+        load_kernel(path)(3.0)
+
+
+def test_wgsl_that_is_refused_is_told_before_the_call(run, tmp_path):
+    """As the last thing, with the line of the template, and in no error of JAX's."""
+    path = folders.scale(tmp_path)
+    template = path / "scale.wgsl.jinja"
+    template.write_text(template.read_text().replace("y[i] = scaled;", "y[i] = scald;"))
+    kernel = load_kernel(path)
+    for f in (kernel, jax.vmap(kernel), jax_webgpu.fuse(lambda x: kernel(x) + 1)):
+        with pytest.raises(jax_webgpu.ShaderError) as caught:
+            run(f, floats(3, 4))
+        lines = str(caught.value).partition("\n------")[0].splitlines()
+        assert re.fullmatch(
+            r"scale\.wgsl\.jinja:11 \(line \d+ of the WGSL\): no definition .*`scald`", lines[-1]
+        )
+        assert any(re.match(r"> +\d+ \|   y\[i\] = scald;", line) for line in lines)
+    np.testing.assert_array_equal(
+        run(lambda x: kernel(x, mode="negated"), np.ones(3, "f4")), [-2] * 3
+    )
+
+
 def test_a_traced_attribute(scale):
     with pytest.raises(DTypeError, match=r"factor must be static.*static_argnames"):
         jax.jit(lambda x, factor: scale(x, factor=factor))(floats(4), 3)
@@ -224,14 +384,19 @@ def test_a_traced_attribute(scale):
         ({"vmap_axis": {"z": 0, "y": 0}}, "vmap_axis names 'z'"),
         ({"vmap_axis": {"x": 0}}, "no axis of the output y"),
         ({"vmap_axis": 0.5}, "must be an integer"),
+        ({"vmap_axis": {"x": 2, "y": 0}}, "vmap_axis is 2 for x, which has the rank 2"),
         ({"vmap_method": "fast"}, "expected one of sequential"),
         ({"tunables": {"SIZE": 1}}, "no tunable SIZE"),
         ({"tunables": {"WORKGROUP_SIZE": "many"}}, "WORKGROUP_SIZE"),
     ],
 )
 def test_what_load_kernel_refuses(tmp_path, keywords, message):
+    path = folders.scale(tmp_path)
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["inputs"]["x"]["rank"] = 2
+    (path / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises((CallError, DTypeError), match=message):
-        load_kernel(folders.scale(tmp_path), **keywords)
+        load_kernel(path, **keywords)
 
 
 def test_the_file_in_place_of_the_folder(tmp_path):
@@ -259,6 +424,20 @@ def test_help_reads_like_a_docstring(scale, accumulate):
         assert line.lower() in text.lower(), text
     assert "amount: f32." in accumulate.__doc__
     assert str(inspect.signature(accumulate)) == "(state, x, *, amount=None, outputs=None)"
+
+
+def test_help_describes_variants_and_tunables(tmp_path):
+    gelu = load_kernel(KERNELS / "gelu")
+    assert "\n  vec4: Four elements an invocation.\n" in gelu.__doc__
+    assert "  WORKGROUP_SIZE: 256 by default. Invocations a workgroup, as far as" in gelu.__doc__
+    path = folders.scale(tmp_path)
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["variants"][0] |= {"tunables": {"LANES": {"default": 4, "description": "Wide."}}}
+    manifest["variants"][1]["description"] = {"any": "thing"}
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    text = load_kernel(path).__doc__
+    assert "\n  LANES: 4 by default. Wide.\n" in text
+    assert "\n  bias_False_twice_True\n" in text
 
 
 def test_a_jaxpr_names_it(scale):
@@ -318,6 +497,7 @@ def test_vmap_folds_into_an_axis(run, tmp_path, axis):
     x, bias = floats(3, 4, 5), floats(4, 5)
     for in_axes, xs in ((0, x), (1, x.swapaxes(0, 1)), (2, np.moveaxis(x, 0, 2))):
         batched = jax.vmap(partial(kernel, factor=3), in_axes=(in_axes, None))
+        run(batched, xs, bias)  # once it is tried
         y, dispatches = counted(run, batched, xs, bias)
         assert dispatches == 1
         np.testing.assert_array_equal(y, 3 * x + bias)
@@ -326,9 +506,11 @@ def test_vmap_folds_into_an_axis(run, tmp_path, axis):
 def test_vmap_folds_the_named_ports(run, tmp_path):
     kernel = load_kernel(folders.moments(tmp_path), vmap_axis={"x": 0, "total": 0, "square": 0})
     x = floats(3, 4, 5)
+    run(jax.vmap(kernel, in_axes=1), x)
     both, dispatches = counted(run, jax.vmap(kernel, in_axes=1), x)
     assert dispatches == 2
     np.testing.assert_array_equal(both.total, x.sum(2).T)
+    run(jax.vmap(jax.vmap(kernel)), floats(2, 3, 4, 5))
     nested, dispatches = counted(run, jax.vmap(jax.vmap(kernel)), floats(2, 3, 4, 5))
     assert (dispatches, nested.square.shape) == (2, (2, 3, 4))
 
@@ -344,6 +526,7 @@ def test_vmap_is_sequential_else(run, scale):
 def test_vmap_methods(run, tmp_path, method):
     kernel = load_kernel(folders.scale(tmp_path), vmap_method=method)
     x, bias = floats(3, 4), floats(4)
+    run(jax.vmap(kernel), x)
     y, dispatches = counted(run, jax.vmap(kernel), x)
     assert dispatches == 1
     np.testing.assert_array_equal(y, 2 * x)
@@ -354,8 +537,159 @@ def test_vmap_methods(run, tmp_path, method):
 
 def test_a_wrong_vmap_axis_is_found(tmp_path):
     kernel = load_kernel(folders.moments(tmp_path), vmap_axis={"x": 1, "total": 0, "square": 0})
-    with pytest.raises(CallError, match="vmap_axis is 0 for total"):
+    with pytest.raises(CallError, match=r"vmap_axis is 0 for total, which is .* for one element"):
         jax.vmap(kernel)(floats(3, 4, 5))
+
+
+def mixing(name, **options):
+    """An example's kernel that is loaded with some way to batch its calls."""
+    return load_kernel(KERNELS / name, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "shape", "attributes"),
+    [
+        ("softmax", {"vmap_axis": 0}, (4,), {}),
+        ("softmax", {"vmap_axis": -1}, (3, 4), {}),
+        ("softmax", {"vmap_axis": 0}, (3, 4), {"axis": 0}),
+        ("softmax", {"vmap_axis": 0}, (1,), {}),
+        ("softmax", {"vmap_axis": 0}, (100_000,), {}),
+        ("softmax", {"vmap_method": "broadcast_all"}, (3, 4), {"axis": 0}),
+        ("softmax", {"vmap_method": "expand_dims"}, (3, 4), {"axis": 0}),
+        ("scan", {"vmap_axis": 1}, (3, 4), {"axis": 1}),
+        ("scan", {"vmap_axis": 1}, (3, 4), {"axis": 1, "reverse": 1, "exclusive": 1}),
+    ],
+)
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_batch_that_the_kernel_would_mix_is_refused(run, name, options, shape, attributes, fused):
+    """The shapes are right, and the results would not be."""
+    kernel = partial(mixing(name, **options), **attributes)
+    batched = jax.vmap(jax_webgpu.fuse(lambda x: kernel(x) + 1) if fused else kernel)
+    with pytest.raises(
+        CallError, match=r"mixes the elements of a batch .* axis \d of \w.* vmap_axis"
+    ):
+        run(batched, floats(3, *shape))
+    one = run(batched, floats(1, *shape))  # nothing to be mixed with
+    assert one.shape == (1, *shape)
+
+
+def test_a_norm_s_mixed_axes_are_found_without_a_name(run):
+    """It mixes the last axis and no attribute says so; its batch may go into another."""
+    x, weight = floats(2, 3, 4), np.ones(1, "f4")
+    for axis, array in ((1, x), (0, x[0])):
+        kernel = mixing("rms_norm", vmap_axis={"x": axis, "y": axis})
+        with pytest.raises(CallError, match="mixes the elements"):
+            run(jax.vmap(kernel, (0, None)), array, weight)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int32"])
+@pytest.mark.parametrize(
+    ("name", "attributes", "axis", "shapes"),
+    [
+        ("softmax", {"axis": -1}, 0, [(5, 6)]),
+        ("softmax", {"axis": 0}, 1, [(5, 6)]),
+        ("scan", {"axis": 0}, -1, [(5, 600)]),
+        ("add", {}, 0, [(5, 6), (5, 6)]),
+        ("add", {}, -1, [(5, 6), (6,)]),
+        ("add", {}, 0, [(5,), ()]),
+        ("gelu", {}, 1, [(5, 6)]),
+        ("rms_norm", {}, {"x": 0, "y": 0}, [(5, 6), (6,)]),
+    ],
+)
+def test_a_batch_that_the_kernel_does_not_mix(run, name, attributes, axis, shapes, dtype):
+    if dtype not in (kernel := mixing(name, vmap_axis=axis)).spec.type_constraints["T"]:
+        dtype = "float32"
+    first = floats(4, *shapes[0], dtype=dtype)
+    others = [floats(*shape, dtype=dtype) for shape in shapes[1:]]
+    axes = (0, *(None for _ in others))
+    call = partial(kernel, **attributes)
+    result, sequential = (
+        run(jax.vmap(partial(each, **attributes), axes), first, *others)
+        for each in (kernel, mixing(name))
+    )
+    np.testing.assert_allclose(result, sequential, rtol=2e-3 if dtype == "float16" else 1e-6)
+    _, dispatches = counted(run, jax.vmap(call, axes), first, *others)
+    _, single = counted(run, call, first[0], *others)
+    assert dispatches == single
+
+
+def test_a_batch_of_batches_is_tried_within(run):
+    """Folded by the inner vmap alone it is wrong, whatever the outer one does."""
+    inner = jax.vmap(mixing("softmax", vmap_axis=0))
+    with pytest.raises(CallError, match="mixes the elements"):
+        run(jax.vmap(inner), floats(1, 3, 4))
+    right = mixing("softmax", vmap_axis=0)
+    x = floats(2, 3, 4, 5)
+    np.testing.assert_allclose(
+        run(jax.vmap(jax.vmap(right)), x), jax.nn.softmax(x, axis=-1), rtol=1e-5, atol=1e-6
+    )
+
+
+def test_a_batch_is_tried_once(monkeypatch):
+    from jax_webgpu import batch
+
+    tried = []
+    original = batch._elements
+    monkeypatch.setattr(batch, "_elements", lambda own: tried.append(own) or original(own))
+    kernel = mixing("gelu", vmap_axis=0)
+    for shape in ((3, 4), (3, 5), (7, 2)):
+        jax.vmap(kernel)(floats(*shape, 3))
+    assert len(tried) == 1
+    jax.vmap(kernel)(floats(3, 5))
+    assert len(tried) == 2
+
+
+def test_a_batch_of_calls_that_are_refused(run, tmp_path):
+    """A call of one element that no device takes, or not this one, is no call of a batch."""
+    for name, clause, message in (
+        ("any", "dim(shapes.x, 0) > 4", r"no variant .* on any device: Scale\(x = float32\[4\]"),
+        ("this", "numel(shapes.x) > 4 or device.features.has('rare')", "of one element cannot be"),
+    ):
+        path = folders.scale(tmp_path / name)
+        manifest = json.loads((path / "manifest.json").read_text())
+        manifest["when"] = [clause]
+        (path / "manifest.json").write_text(json.dumps(manifest))
+        kernel = load_kernel(path, vmap_axis=0)
+        assert run(kernel, floats(12)).shape == (12,)
+        with pytest.raises(CallError, match=message):
+            run(jax.vmap(kernel), floats(3, 4))
+
+
+def test_a_vmap_axis_that_an_input_does_not_have(run):
+    kernel = mixing("add", vmap_axis=1)
+    with pytest.raises(CallError, match=r"vmap_axis is 1 for b, .*\(6,\).*expected -1 to 0"):
+        run(jax.vmap(kernel, (0, None)), floats(3, 5, 6), floats(6))
+    with pytest.raises(CallError, match=r"vmap_axis is -3 for a, .*\(5,\)"):
+        run(jax.vmap(mixing("add", vmap_axis=-3)), floats(3, 5), floats(3, 5))
+    numbers = run(jax.vmap(kernel), floats(3), floats(3))  # no axis to go into: one by one
+    assert numbers.shape == (3,)
+
+
+def test_a_folded_call_that_is_refused(run):
+    with pytest.raises(CallError, match=r"vmap_axis folds a batch of 3 into one call, .*refused"):
+        run(jax.vmap(mixing("add", vmap_axis=0), (0, None)), floats(3, 5, 5), floats(5))
+
+
+@pytest.mark.parametrize("method", ["expand_dims", "broadcast_all"])
+def test_one_more_axis_in_front_of_arrays_of_other_ranks(run, method):
+    """Where the axes of a batch do not meet it is refused, whether or not the shapes fit."""
+    add = jax.vmap(mixing("add", vmap_method=method))
+    with pytest.raises(CallError, match="Add mixes the elements of a batch"):
+        run(add, floats(2, 2, 4), floats(2, 4))
+    with pytest.raises(
+        CallError, match=r"one more axis of 2 in front, which is refused.*\[2, 3, 4\]"
+    ):
+        run(add, floats(2, 3, 4), floats(2, 4))
+    x, y = floats(2, 3, 4), floats(2, 1, 4)
+    np.testing.assert_array_equal(run(add, x, y), x + y)
+
+
+def test_vmap_of_the_reference_needs_no_folding():
+    softmax = mixing("softmax", vmap_axis=0)
+    softmax.defreference(jax.nn.softmax)
+    x = floats(3, 4)
+    with jax_webgpu.configure(implementation="reference"):
+        np.testing.assert_allclose(jax.vmap(softmax)(x), jax.nn.softmax(x), rtol=1e-6)
 
 
 def test_no_derivative(run, scale):
@@ -413,6 +747,151 @@ def test_defvjp(run, scale):
     np.testing.assert_array_equal(gradients, [[3.0] * 4, [1.0] * 4])
 
 
+def right(primals, tangents, *, factor, mode):
+    return 2 * primals[0], 2 * tangents[0]
+
+
+SIGNATURE = r": expected def {}\(primals, tangents, \*, factor, mode\): return \(result, tangent\)"
+
+
+@pytest.mark.parametrize(
+    ("rule", "error", "message"),
+    [
+        (lambda primals: None, DTypeError, "cannot be called: too many positional arguments"),
+        (lambda p, t: None, DTypeError, "cannot be called: got an unexpected keyword argument"),
+        (lambda p, t, *, factor, mode, k: None, DTypeError, "called: missing a required .*'k'"),
+        (lambda p, t, **_: p[0], CallError, r"returns float32\[4\]"),
+        (lambda p, t, **_: None, CallError, "returns None"),
+        (lambda p, t, **_: (p[0], t[0], t[0]), CallError, "returns a tuple of 3"),
+        (
+            lambda p, t, **_: (p[0][:2], t[0]),
+            CallError,
+            r"returns float32\[2\] as the result y, which is float32\[4\]",
+        ),
+        (
+            lambda p, t, **_: (p[0], t[0].astype("float16")),
+            CallError,
+            r"returns float16\[4\] as the tangent y, which is float32\[4\]",
+        ),
+        (
+            lambda p, t, **_: (p[0], t),
+            CallError,
+            r"returns a tuple of 2 as the tangent; there are y",
+        ),
+        (lambda p, t, **_: (None, t[0]), CallError, "returns None as the result y"),
+        (lambda p, t, **_: (p[0], 0.0), CallError, "returns a float as the tangent y"),
+    ],
+)
+def test_a_wrong_defjvp(run, scale, rule, error, message):
+    """The rule and the kernel are named, and how the rule should be written."""
+    rule.__name__ = "wrong"
+    scale.defjvp(rule)
+    told = rf"wrong, a rule that scale.defjvp was given, .*{message}.*{SIGNATURE.format('wrong')}"
+    with pytest.raises(error, match=told):
+        run(jax.grad(lambda x: scale(x).sum()), floats(4))
+    scale.defjvp(right)
+    assert run(jax.grad(lambda x: scale(x).sum()), floats(4)).tolist() == [2.0] * 4
+
+
+def test_a_tangent_that_is_none_is_zero(run, scale, take):
+    scale.defjvp(lambda primals, tangents, **_: (primals[0], None))
+    assert run(jax.grad(lambda x: scale(x).sum()), floats(4)).tolist() == [0.0] * 4
+
+    @take.defjvp
+    def rows(primals, tangents):  # of the int64 output none
+        x, at, wide = primals
+        return (x[at], wide), (tangents[0][at], None)
+
+    at, wide = np.array([2, 0], np.int32), np.array([7], np.int32)
+    gradient = run(jax.grad(lambda x: take(x, at, wide).y.sum()), floats(3, 2))
+    np.testing.assert_array_equal(gradient, [[1, 1], [0, 0], [1, 1]])
+
+
+def test_a_wrong_number_of_tangents(run, moments):
+    moments.defjvp(lambda primals, tangents: (moments(*primals), tangents[0].sum(1)))
+    with pytest.raises(
+        CallError, match=r"moments.defjvp .* as the tangent; there are total, square"
+    ):
+        run(jax.grad(lambda x: moments(x).square.sum()), floats(3, 4))
+
+
+@pytest.mark.parametrize(
+    ("forward", "backward", "error", "message"),
+    [
+        (
+            lambda x: None,
+            lambda *_, **__: None,
+            DTypeError,
+            r"def there\(x, bias, \*, factor, mode\)",
+        ),
+        (
+            lambda x, b, **_: x,
+            lambda *_, **__: None,
+            CallError,
+            r"returns float32\[4\]: expected def there",
+        ),
+        (
+            lambda x, b, **_: (x[:2], x),
+            lambda *_, **__: None,
+            CallError,
+            "as the result y, which is",
+        ),
+        (
+            lambda x, b, **_: (x, x),
+            lambda kept: None,
+            DTypeError,
+            r"def back\(kept, cotangent, \*,",
+        ),
+        (
+            lambda x, b, **_: (x, x),
+            lambda kept, ct, **_: (ct,),
+            CallError,
+            r"a tuple of 1; there are x, bias: .* def back\(.*\(cotangent of x, cotangent of bias",
+        ),
+        (
+            lambda x, b, **_: (x, x),
+            lambda kept, ct, **_: (ct[:3], None),
+            CallError,
+            r"returns float32\[3\] as the cotangent of x, which is float32\[4\]",
+        ),
+    ],
+)
+def test_a_wrong_defvjp(run, scale, forward, backward, error, message):
+    forward.__name__, backward.__name__ = "there", "back"
+    scale.defvjp(forward, backward)
+    with pytest.raises(error, match=rf"scale.defvjp was given, .*{message}"):
+        run(jax.grad(lambda x: scale(x).sum()), floats(4))
+
+
+def test_a_rule_that_is_no_function(scale):
+    for setter in (scale.defjvp, scale.deftranspose, scale.defreference):
+        with pytest.raises(DTypeError, match=rf"{setter.__name__} takes a function, got int"):
+            setter(3)
+    with pytest.raises(DTypeError, match="defvjp takes a function, got NoneType"):
+        scale.defvjp(right, None)
+
+
+@pytest.mark.parametrize(
+    ("transpose", "message"),
+    [
+        (lambda ct, **_: ct, "the transpose gives 1 cotangents; expected 2"),
+        (
+            lambda ct, **_: (ct, ct[:2]),
+            r"gives bias the cotangent float32\[2\]; expected float32\[4",
+        ),
+        (
+            lambda ct, **_: (ct.astype("float16"), ct),
+            r"gives x the cotangent float16\[4\]; expected",
+        ),
+        (lambda ct, **_: (1.0, ct), r"gives x the cotangent 1.0; expected float32\[4\]"),
+    ],
+)
+def test_a_wrong_transpose(run, scale, transpose, message):
+    scale.deftranspose(transpose)
+    with pytest.raises(CallError, match=message):
+        run(jax.grad(lambda x, b: scale(x, b).sum(), (0, 1)), floats(4), floats(4))
+
+
 def test_deftranspose(run, scale):
     scale.deftranspose(scale)
     x = floats(4)
@@ -437,6 +916,68 @@ def test_reference(scale):
             scale(x)
         scale.defreference(lambda x, bias, *, factor, mode: factor * x)
         np.testing.assert_array_equal(scale(x, factor=5), 5 * x)
+
+
+def test_jax_s_other_transformations(run):
+    """Of a kernel that has a rule: whatever JAX does with a function of its own."""
+    gelu, x = load_kernel(KERNELS / "gelu"), floats(4) / 4
+
+    def plain(x, *, approximate="none"):
+        return jax.nn.gelu(x, approximate=approximate == "tanh")
+
+    @gelu.defjvp
+    def derivative(primals, tangents, **attributes):
+        _, tangent = jax.jvp(partial(plain, **attributes), primals, tangents)
+        return gelu(*primals, **attributes), tangent
+
+    def through_custom_vjp(f):
+        own = jax.custom_vjp(f)
+        own.defvjp(lambda x: (f(x), x), lambda x, cotangent: (3 * cotangent * f(x),))
+        return jax.grad(lambda x: own(x).sum())
+
+    for transformed in (
+        lambda f: jax.grad(lambda x: jax.checkpoint(lambda x: f(f(x)))(x).sum()),
+        lambda f: jax.grad(
+            lambda x: jax.lax.scan(lambda c, _: (f(c), c.sum()), x, None, length=3)[0].sum()
+        ),
+        lambda f: lambda x: jax.lax.while_loop(lambda c: c.sum() > 0.01, f, x),
+        lambda f: lambda x: jax.linearize(f, x)[1](x),
+        lambda f: lambda x: jax.vjp(f, x)[1](x)[0],
+        lambda f: lambda x: jax.lax.cond(x.sum() > 0, f, lambda x: 2 * f(x), x),
+        lambda f: jax.vmap(jax.value_and_grad(f)),
+        lambda f: jax.hessian(lambda x: f(x).sum()),
+        through_custom_vjp,
+    ):
+        result, expected = run(transformed(gelu), x), transformed(plain)(x)
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-6), result, expected)
+
+
+def test_donated_arguments(accumulate):
+    step = jax.jit(lambda state, x: accumulate(state, x, amount=1), donate_argnums=0)
+    state, x = jnp.asarray(floats(9)), jnp.asarray(floats(9))
+    expected = np.asarray(state) + 2 * np.asarray(x)
+    given, state = state, step(state, x)
+    np.testing.assert_array_equal(step(state, x), expected)
+    assert given.is_deleted()
+
+
+def test_cloudpickled_with_its_rules(scale):
+    scale.defjvp(lambda primals, tangents, factor, mode: (primals[0], 5 * tangents[0]))
+    sent = cloudpickle.dumps(jax.grad(lambda x: scale(x, factor=3).sum()))
+    np.testing.assert_array_equal(cloudpickle.loads(sent)(floats(4)), np.full(4, 5.0))
+
+
+def test_loaded_and_batched_by_threads_at_once():
+    x = floats(8, 3, 5)
+
+    def own(at):
+        batched = jax.vmap(load_kernel(KERNELS / "softmax", vmap_axis=0))
+        return batched(x[at : at + 1 + at % 3])
+
+    with ThreadPoolExecutor(8) as pool:
+        for at, result in enumerate(pool.map(own, range(6))):
+            expected = jax.nn.softmax(x[at : at + 1 + at % 3], -1)
+            np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_shard_map(run, scale):
@@ -519,6 +1060,7 @@ def test_example_folders(run, name):
 def test_example_folders_fold_their_batches(run):
     x, weight = RNG.standard_normal((5, 4, 9)).astype("f4"), np.ones(9, "f4")
     rms_norm = load_kernel(KERNELS / "rms_norm", vmap_axis={"x": 0, "y": 0})
+    run(jax.vmap(rms_norm, in_axes=(0, None)), x, weight)
     y, dispatches = counted(run, jax.vmap(rms_norm, in_axes=(0, None)), x, weight)
     assert dispatches == 1
     np.testing.assert_allclose(y, EXAMPLES["rms_norm"][0](x, weight), rtol=1e-5, atol=1e-6)

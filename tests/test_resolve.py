@@ -243,6 +243,14 @@ def test_defaults_of_attributes():
         ({"scale": 0.2}, "Small: scale is 0.2; expected one of 0.1, 2, [0.1, 1]"),
         ({"scale": [0.1]}, "Small: scale is [0.1]; expected one of 0.1, 2, [0.1, 1]"),
         ({"axis": np.arange(3)}, "Small: axis is a ndarray; expected a number, a string or a list"),
+        ({"axis": True}, "Small: axis is true; expected a number"),
+        ({"axis": [1]}, "Small: axis is [1]; expected a number"),
+        ({"axes": 1}, "Small: axes is 1; expected a list of numbers"),
+        ({"axes": ["x"]}, 'Small: axes is ["x"]; expected a list of numbers'),
+        ({"axes": [True]}, "Small: axes is [true]; expected a list of numbers"),
+        ({"keep": 1}, "Small: keep is 1; expected true or false"),
+        ({"mode": 1}, "Small: mode is 1; expected a string"),
+        ({"scale": "big"}, 'Small: scale is "big"; expected a number or a list of numbers'),
         ({"axes": [{}]}, "Small: axes is a dict; expected a number, a string or a list"),
     ],
 )
@@ -261,8 +269,9 @@ def test_values_are_compared_after_rounding_to_f32(scale):
 def test_values_print_what_equal_calls_print():
     # Equal calls share one plan, and Python finds 1, 1.0 and True equal.
     assert repr(attributes(axis=2.0)["axis"]) == "2"
-    assert repr(attributes(axis=True)["axis"]) == "1"
     assert repr(attributes(keep=True)["keep"]) == "True"
+    free = operator(attributes={"any": {}})
+    assert repr(dict(call(free, attributes={"any": True}).attributes)["any"]) == "1"
 
 
 ARGS = {

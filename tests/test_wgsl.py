@@ -124,3 +124,55 @@ def test_bytes_of_an_element(element, size):
 def test_what_is_no_element(element):
     with pytest.raises(ValueError, match="is not a WGSL scalar, vector, matrix or array"):
         dtypes.wgsl_bytes(element)
+
+
+# ---- what a compiler refuses ---------------------------------------------------------------------
+
+CODE = "\n".join(f"let x{n} = {n};" for n in range(1, 21))
+
+
+def words(line, sentence, *more):
+    place = [f"  ┌─ wgsl:{line}:3"] if line else []
+    return "\n".join(["Caused by:", f"Shader 'a' parsing error: {sentence}", *place, *more, "", ""])
+
+
+def test_a_refusal_ends_in_its_sentence():
+    source = "{% for n in range(1, 21) %}\nlet x{{ n }} = {{ n }};\n{% endfor %}\n"
+    told = wgsl.refusal("a.jinja", source, CODE, words(12, "no `let` here")).splitlines()
+    assert told[-1] == "a.jinja:2 (line 12 of the WGSL): no `let` here"
+    assert told[:11] == [f"{'>' if n == 12 else ' '}{n:5} | let x{n} = {n};" for n in range(7, 18)]
+
+
+@pytest.mark.parametrize(
+    ("source", "where"),
+    [
+        (CODE, "a.jinja:12 (line 12 of the WGSL)"),
+        ("let x12 = {{ a }};\nlet x{{ b }} = 12;", "a.jinja, line 12 of the WGSL"),
+        ("{{ all }}", "a.jinja, line 12 of the WGSL"),
+        ("let x12 = 12; // {{ a }}\n  let x{# b #}12 = 12;", "a.jinja:2 (line 12 of the WGSL)"),
+        ("  {{ a }}let{{ b }}= 12;", "a.jinja:1 (line 12 of the WGSL)"),
+        ("{{ a }}12;{{ b }}12;", "a.jinja, line 12 of the WGSL"),
+        ("{{a}}1" * 100_000, "a.jinja, line 12 of the WGSL"),
+    ],
+)
+def test_the_line_of_the_template_is_told_where_it_is_clear(source, where):
+    told = wgsl.refusal("a.jinja", source, CODE, words(12, "no"))
+    assert told.splitlines()[-1] == f"{where}: no"
+
+
+@pytest.mark.parametrize(("line", "shown"), [(1, 6), (20, 6), (99, 6), (10, 11)])
+def test_lines_near_the_ends(line, shown):
+    told = wgsl.refusal("a.jinja", "", CODE, words(line, "no"))
+    assert sum(" | let" in each for each in told.splitlines()) == shown
+
+
+def test_reasons_stand_in_the_sentence():
+    text = words(None, "main is invalid", "  = It fails", "      It fails", "  = Since")
+    told = wgsl.refusal("a.jinja", "", CODE, text).splitlines()
+    assert told == ["the WGSL of a.jinja: main is invalid: It fails: Since"]
+
+
+@pytest.mark.parametrize("text", ["Device lost", "In wgpuDeviceCreateComputePipeline", ""])
+def test_what_is_no_refusal(text):
+    assert not wgsl.is_refusal(text)
+    assert wgsl.is_refusal(words(1, "no"))

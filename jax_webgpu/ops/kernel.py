@@ -6,6 +6,8 @@ import os
 import re
 from collections import namedtuple
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +15,37 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_webgpu import folder, hub, primitive
-from jax_webgpu.capabilities import Capabilities
+from jax_webgpu import config, device, folder, hub, primitive, runtime, variants
+from jax_webgpu.batch import Batch
+from jax_webgpu.batch import check as check_batch
+from jax_webgpu.capabilities import IDEAL, Capabilities
 from jax_webgpu.describe import describe
 from jax_webgpu.errors import CallError, DerivativeError, DTypeError
-from jax_webgpu.ops.common import array
+from jax_webgpu.expressions import EVERY, Expression
+from jax_webgpu.ops.arguments import (
+    Given,
+    admitted,
+    arrays_of,
+    as_int64,
+    asked_of,
+    bind,
+    filled,
+)
+from jax_webgpu.ops.derivatives import Differentiated
 from jax_webgpu.primitive import Call
-from jax_webgpu.resolve import Pairs, Resolved, Tensor, checked_tunables, resolve
+from jax_webgpu.resolve import (
+    Pairs,
+    Resolved,
+    Tensor,
+    checked_tunables,
+    resolve,
+    stated_shape,
+)
 from jax_webgpu.runtime import Operator
 from jax_webgpu.spec import Spec, loads
 from jax_webgpu.values import UNDEFINED
 
 MANIFEST = "manifest.json"
-# Of an output: nothing, its shape, or its shape and dtype.
-Given = tuple[int, ...] | Tensor | None
-
 VMAP_METHODS = ("sequential", "expand_dims", "broadcast_all")
 
 
@@ -50,12 +68,16 @@ def load_kernel(
       revision: in place of a version, the 40 digits of a commit.
       vmap_axis: the axis of every input and output along which the kernel makes no difference
         between one array and several one behind the other; or, by port name, that of some inputs
-        and of every output. `jax.vmap` then makes one call, with the batch folded into this axis.
-        Inputs that are not named must be the same for the whole batch, or `vmap_method` applies.
+        and of every output. `jax.vmap` then makes one call, in which no axis is added, and this
+        one is as many times as long as the batch has elements; negative ones count from the last
+        axis of a single element. An input that the batch shares is repeated along its axis, or
+        stays as it is where it has no axes or is not named. `vmap_method` applies where one that
+        is mapped has none, and where the axes are not equally long.
       vmap_method: what `jax.vmap` does else, in the words of `jax.pure_callback`:
         ``"sequential"``, the default, calls the kernel for each element of the batch;
         ``"expand_dims"`` and ``"broadcast_all"`` call it once with one more axis in front, of
-        size 1 or of the batch's for what is not mapped.
+        size 1 or of the batch's for what is not mapped. A call that stands for a batch is tried
+        before it first runs, and refused if the kernel mixes what `vmap` put into it.
       tunables: values for the manifest's tunables, in place of their defaults.
 
     Returns:
@@ -83,12 +105,16 @@ def open_folder(
     """The verified files of a folder here or on the Hub; see `load_kernel`."""
     given = _source(source)
     path = Path(given)
-    if path.is_dir():
+    try:
+        is_folder, is_file = path.is_dir(), path.is_file()
+    except OSError as error:  # a name that no file can have
+        raise CallError(f"there is no kernel folder {_brief(given)}: {error.strerror}") from None
+    if is_folder:
         return folder.read(path)
-    if path.is_file():
+    if is_file:
         raise CallError(f"{given} is a file; give its folder")
     if version is None and revision is None and not re.fullmatch(r"[\w.-]+/[\w.-]+", given):
-        raise CallError(f"there is no kernel folder {given}")
+        raise CallError(f"there is no kernel folder {_brief(given)}")
     fetched = hub.fetch(given, version=version, revision=revision)
     return folder.read(fetched, fetched=True)
 
@@ -153,39 +179,58 @@ class Kernel:
           ValueError: a name, shape, dtype or value does not fit; the message is in the names of
             the manifest.
           TypeError: an input is no array, or an attribute is not static.
+          jax_webgpu.ShaderError: wgpu refuses the WGSL.
           jax_webgpu.DeviceError: the device cannot run the call (inside a
             `jax.errors.JaxRuntimeError`).
         """
-        bound, attributes, args = _bound(self.spec, inputs, named)
-        arrays = _arrays(self.spec, bound)
-        asked = _asked(self.spec, outputs)
+        bound, attributes, args = bind(self.spec, inputs, named)
+        arrays = arrays_of(self.spec, bound)
+        asked = asked_of(self.spec, outputs)
         if self._jvp is None and self._vjp is None:
             return self._bind(attributes, args, asked, *arrays)
-        call = functools.partial(self._bind, attributes, args, asked)
-        known = _filled(self.spec, attributes) | dict.fromkeys(self.spec.args) | dict(args)
+        call = partial(self._bind, attributes, args, asked)
+        known = filled(self.spec, attributes) | dict.fromkeys(self.spec.args) | dict(args)
         if outputs is not None:
             known["outputs"] = outputs
-        packed = functools.partial(_repacked, self.spec.name, tuple(name for name, _ in asked))
+        names = tuple(name for name, _ in asked)
+        differentiated = Differentiated(
+            kernel=self.__name__,
+            inputs=tuple(self.spec.inputs),
+            outputs=names,
+            results=partial(self._results, attributes, args, asked),
+            packed=partial(_packed, self.spec.name, names),
+            known=known,
+        )
         if self._jvp is not None:
-            return _with_jvp(call, functools.partial(self._jvp, **known), packed)(*arrays)
-        forward, backward = (functools.partial(rule, **known) for rule in self._vjp or ())
-        return _with_vjp(call, forward, backward, packed)(*arrays)
+            return differentiated.with_jvp(call, self._jvp)(*arrays)
+        assert self._vjp is not None
+        return differentiated.with_vjp(call, *self._vjp)(*arrays)
 
     def _bind(self, attributes: Pairs, args: Pairs, asked: Any, *arrays: Any) -> Any:
         """`arrays` are those of all inputs, None where one is left out."""
-        ports = [
-            name for name, each in zip(self.spec.inputs, arrays, strict=True) if each is not None
-        ]
+        static, operands = self._static(args, asked, arrays)
+        results = _registered(self.spec).bind(operands, attributes, static)
+        return _packed(self.spec.name, tuple(name for name, _ in asked), results)
+
+    def _results(
+        self, attributes: Pairs, args: Pairs, asked: Any, *arrays: Any
+    ) -> tuple[Tensor, ...]:
+        """The outputs that `_bind` would give."""
+        static, operands = self._static(args, asked, arrays)
+        call = Call(attributes, static, config.settings())
+        return _registered(self.spec).rules.results(call, primitive.tensors_of(operands))
+
+    def _static(self, args: Pairs, asked: Any, arrays: Sequence[Any]) -> tuple[Pairs, list[Any]]:
+        """What a call keeps beside its attributes, and its operands."""
+        ports = zip(self.spec.inputs, arrays, strict=True)
         static = (
             ("kernel", self),
-            ("inputs", tuple(ports)),
+            ("inputs", tuple(name for name, each in ports if each is not None)),
             ("outputs", asked),
             ("args", args),
             ("x64", jax.dtypes.canonicalize_dtype("int64") == np.int64),
         )
-        operands = [each for each in arrays if each is not None]
-        results = _registered(self.spec).bind(operands, attributes, static)
-        return _packed(self.spec.name, tuple(name for name, _ in asked), results)
+        return static, [each for each in arrays if each is not None]
 
     # ---- derivatives
 
@@ -198,7 +243,7 @@ class Kernel:
             name, the defaults too; returns the kernel's result and its tangent. JAX transposes it
             for reverse mode.
         """
-        self._jvp, self._vjp = rule, None
+        self._jvp, self._vjp = _function("defjvp", rule), None
         return rule
 
     def defvjp(self, forward: Callable[..., Any], backward: Callable[..., Any]) -> None:
@@ -211,7 +256,8 @@ class Kernel:
             by name; returns a tuple of the inputs' cotangents, None for one that has none, or the
             cotangent of the one input.
         """
-        self._jvp, self._vjp = None, (forward, backward)
+        self._vjp = _function("defvjp", forward), _function("defvjp", backward)
+        self._jvp = None
 
     def deftranspose(self, transpose: Callable[..., Any]) -> Callable[..., Any]:
         """Says that the kernel is linear, jointly in all its inputs of a float type.
@@ -224,7 +270,7 @@ class Kernel:
             name, of which a kernel is given those that it has. Returns the cotangent of the one
             float input, or a tuple of theirs.
         """
-        self._transpose = transpose
+        self._transpose = _function("deftranspose", transpose)
         return transpose
 
     def defreference(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -233,7 +279,7 @@ class Kernel:
         Args:
           function: called as the kernel is, in plain JAX; returns an array or a tuple of them.
         """
-        self._reference = function
+        self._reference = _function("defreference", function)
         return function
 
 
@@ -249,6 +295,13 @@ def _unpickled(
 # ---- checks -------------------------------------------------------------------------------------
 
 
+def _function(setter: str, given: Any) -> Callable[..., Any]:
+    if not callable(given):
+        raise DTypeError(f"{setter} takes a function, got {type(given).__name__}")
+    function: Callable[..., Any] = given
+    return function
+
+
 def _source(source: Any) -> str:
     given = os.fspath(source) if isinstance(source, os.PathLike) else source
     if not isinstance(given, str):
@@ -256,6 +309,12 @@ def _source(source: Any) -> str:
     if not given or "\0" in given:
         raise CallError(f"source is {given!r}; expected a folder or a repository id")
     return given
+
+
+def _brief(source: str) -> str:
+    """A name as it can be printed."""
+    shown = source if source.isprintable() and source.strip() else repr(source)
+    return shown if len(shown) <= 200 else f"{shown[:200]}…"
 
 
 def _vmap_method(method: Any) -> str:
@@ -283,154 +342,22 @@ def _vmap_axes(spec: Spec, axis: Any) -> dict[str, int]:
             raise CallError(f"vmap_axis names {name!r}; {spec.name} has {', '.join(sorted(ports))}")
         if isinstance(each, bool) or not isinstance(each, int):
             raise DTypeError(f"vmap_axis must be an integer, or integers by name, got {each!r}")
+        rank = (spec.inputs.get(name) or spec.outputs[name]).rank
+        if isinstance(axis, Mapping) and isinstance(rank, int) and not -rank <= each < rank:
+            raise CallError(f"vmap_axis is {each} for {name}, which has the rank {rank}")
     for name in spec.outputs:
         if name not in axes:
             raise CallError(f"vmap_axis names no axis of the output {name}")
     return dict(axes)
 
 
-def _bound(
-    spec: Spec, inputs: Sequence[Any], named: Mapping[str, Any]
-) -> tuple[dict[str, Any], Pairs, Pairs]:
-    """The inputs, attributes and arguments of a call, by name."""
-    if len(inputs) > len(spec.inputs):
-        has = ", ".join(spec.inputs) or "none"
-        raise CallError(f"{spec.name} takes {len(spec.inputs)} inputs ({has}), got {len(inputs)}")
-    bound = dict(zip(spec.inputs, inputs, strict=False))
-    attributes, args = dict[str, Any](), dict[str, Any]()
-    for name, value in named.items():
-        if name in spec.inputs and name not in bound:
-            bound[name] = value
-        elif name in spec.attributes:
-            attributes[name] = _static(spec, name, value)
-        elif name in spec.args:
-            args[name] = _static(spec, name, value)
-        elif name in spec.inputs:
-            raise CallError(f"{spec.name}: the input {name} is given by position and by name")
-        else:
-            known = ", ".join([*spec.inputs, *spec.attributes, *spec.args, "outputs"])
-            raise CallError(f"{spec.name} has no {name!r}; it has {known}")
-    return bound, _pairs(attributes), _pairs(args)
-
-
-def _pairs(values: Mapping[str, Any]) -> Pairs:
-    return tuple(sorted((name, value) for name, value in values.items() if value is not None))
-
-
-def _static(spec: Spec, name: str, value: Any) -> Any:
-    """A scalar, or a list of them as a tuple, of Python's types."""
-    if isinstance(value, jax.core.Tracer):
-        raise DTypeError(
-            f"{spec.name}: {name} must be static, got a traced value: {value}; under jax.jit name "
-            f"it in static_argnames"
-        )
-    if isinstance(value, list | tuple):
-        return tuple(_static(spec, name, each) for each in value)
-    if isinstance(value, np.ndarray | jax.Array | np.generic):
-        return _static(spec, name, value.tolist())
-    if value is not None and not isinstance(value, bool | int | float | str):
-        kind = type(value).__name__
-        raise DTypeError(f"{spec.name}: {name} must be a number, a string or a list, got {kind}")
-    return value
-
-
-def _arrays(spec: Spec, bound: Mapping[str, Any]) -> list[jax.Array | None]:
-    """An array for each input, None where one is left out.
-
-    A number takes the dtype that arrays of the same type variable have.
-    """
-    values = {name: bound.get(name) for name in spec.inputs}
-    dtypes = {
-        spec.inputs[name].dtype: value.dtype
-        for name, value in values.items()
-        if isinstance(value, jax.Array | np.ndarray | np.generic)
-        and str(value.dtype) in _admitted(spec, name)
-    }
-    arrays = list[jax.Array | None]()
-    for name, value in values.items():
-        if isinstance(value, bool | int | float):
-            value = _number(spec, name, value, dtypes.get(spec.inputs[name].dtype))
-        arrays.append(None if value is None else array(value, name))
-    return arrays
-
-
-def _number(spec: Spec, name: str, value: bool | int | float, dtype: Any) -> jax.Array:
-    """A Python number as an array of rank 0."""
-    allowed = _admitted(spec, name)
-    if dtype is None:
-        natural = {bool: "bool", int: "int32", float: "float32"}[type(value)]
-        wider = ["int64", "float32"] if natural == "int32" else []
-        dtype = next((each for each in (natural, *wider) if each in allowed), allowed[0])
-    dtype = jax.dtypes.canonicalize_dtype(dtype)
-    kind = np.dtype(dtype).kind
-    exact = kind == "f" or (kind == "b") == isinstance(value, bool)
-    if not exact or (kind in "iu" and not isinstance(value, int)):
-        raise DTypeError(f"{spec.name}: {name} is the number {value}; expected one of {dtype}")
-    if kind in "iu" and not np.iinfo(dtype).min <= value <= np.iinfo(dtype).max:
-        raise CallError(f"{spec.name}: {name} is {value}, outside of the range of {dtype}")
-    return jnp.asarray(value, dtype)
-
-
-def _admitted(spec: Spec, name: str) -> tuple[str, ...]:
-    """The dtypes that an input or an output may have."""
-    variable = (spec.inputs.get(name) or spec.outputs[name]).dtype
-    return spec.type_constraints.get(variable, (variable,))
-
-
-def _asked(spec: Spec, outputs: Any) -> tuple[tuple[str, Given], ...]:
-    """The outputs that are wanted, in the manifest's order, with what is given of them."""
-    given = dict[str, Any]()
-    if isinstance(outputs, Mapping):
-        given = dict(outputs)
-    elif outputs is not None:
-        names = [outputs] if isinstance(outputs, str) else outputs
-        if not isinstance(names, Iterable) or isinstance(names, jax.Array | np.ndarray):
-            kind = type(outputs).__name__
-            raise DTypeError(f"outputs must be names, or shapes by name, got {kind}")
-        given = dict.fromkeys(map(str, names))
-    for name, shape in given.items():
-        if name not in spec.outputs:
-            known = ", ".join(spec.outputs)
-            raise CallError(f"{spec.name} has no output {name!r}; it has {known}")
-        if hasattr(shape, "shape") and hasattr(shape, "dtype"):
-            tensor = Tensor(tuple(shape.shape), str(shape.dtype))
-            given[name] = _as_int64(_admitted(spec, name), tensor)
-        elif shape is not None:
-            sizes = shape if isinstance(shape, list | tuple) else (shape,)
-            given[name] = tuple(_size(spec, name, size) for size in sizes)
-    return tuple(
-        (name, given.get(name))
-        for name, port in spec.outputs.items()
-        if name in given or not port.optional
-    )
-
-
-def _size(spec: Spec, name: str, size: Any) -> int:
-    size = _static(spec, f"the shape of {name}", size)
-    if isinstance(size, bool) or not isinstance(size, int) or size < 0:
-        raise CallError(f"{spec.name}: the shape of {name} has {size!r}; expected 0 or more")
-    return size
-
-
-def _filled(spec: Spec, attributes: Pairs) -> dict[str, Any]:
-    """The attributes with the manifest's defaults."""
-    given = dict(attributes)
-    every = ((name, given.get(name, each.default)) for name, each in spec.attributes.items())
-    return {name: value for name, value in every if value is not UNDEFINED}
-
-
-# ---- results, signature, derivatives ------------------------------------------------------------
+# ---- results and signature ------------------------------------------------------------
 
 
 def _packed(name: str, names: tuple[str, ...], results: Sequence[Any]) -> Any:
     if len(results) == 1:
         return results[0]
     return _named_tuple(name, names)(*results)
-
-
-def _repacked(name: str, names: tuple[str, ...], results: Any) -> Any:
-    """What a rule returns as the kernel would: a plain tuple of several as the named one."""
-    return _packed(name, names, results) if len(names) > 1 else results
 
 
 @functools.cache
@@ -468,37 +395,6 @@ def _signature(spec: Spec) -> inspect.Signature:
     return inspect.Signature(parameters)
 
 
-def _with_jvp(
-    call: Callable[..., Any], rule: Callable[..., Any], packed: Callable[[Any], Any]
-) -> Callable[..., Any]:
-    def both(primals: Any, tangents: Any) -> Any:
-        result, tangent = rule(primals, tangents)
-        return packed(result), packed(tangent)
-
-    differentiable = jax.custom_jvp(call)
-    differentiable.defjvp(both)
-    return differentiable
-
-
-def _with_vjp(
-    call: Callable[..., Any],
-    forward: Callable[..., Any],
-    backward: Callable[..., Any],
-    packed: Callable[[Any], Any],
-) -> Callable[..., Any]:
-    def first(*arrays: Any) -> Any:
-        result, kept = forward(*arrays)
-        return packed(result), kept
-
-    def second(kept: Any, cotangent: Any) -> Any:
-        found = backward(kept, cotangent)
-        return found if isinstance(found, tuple) else (found,)
-
-    differentiable = jax.custom_vjp(call)
-    differentiable.defvjp(first, second)
-    return differentiable
-
-
 # ---- primitive ----------------------------------------------------------------------------------
 
 
@@ -517,6 +413,72 @@ def _fit(resolved: Resolved, capabilities: Capabilities) -> Resolved:
     return resolved if default <= most else resolved.with_tunables(WORKGROUP_SIZE=most)
 
 
+def _check_shapes(resolved: Resolved, asked: tuple[tuple[str, Given], ...]) -> None:
+    """A shape that the caller gives beside the manifest's must be the same.
+
+    The kernel writes what the manifest says, and of a larger array the rest would be left as it is.
+    """
+    shapes = {name: tensor.shape for name, tensor in resolved.outputs}
+    for name, given in asked:
+        stated = None if given is None else stated_shape(resolved, name)
+        if stated is not None and stated != shapes[name]:
+            raise CallError(
+                f"{resolved.spec.name}: outputs gives {name} the shape {shapes[name]}; it is "
+                f"{stated} in this call"
+            )
+
+
+def _clearer(
+    error: CallError,
+    spec: Spec,
+    inputs: Mapping[str, Tensor],
+    named: Mapping[str, Mapping[str, Any]],
+) -> CallError:
+    """Why a call is refused, as far as its inputs tell; else the error itself.
+
+    The shapes of outputs come before `when`, and fail where an input is not what the manifest
+    takes: in words of an expression, where `when` may say what is wrong.
+    """
+    outputs = re.compile("|".join(rf"\b{re.escape(name)}\b" for name in spec.outputs) or "(?!)")
+    lost = {EVERY, *spec.derive}
+
+    def tells(clause: Expression) -> bool:
+        return not outputs.search(clause.text) and clause.reads.isdisjoint(lost)
+
+    bare = replace(
+        spec,
+        outputs={},
+        derive={},
+        when=tuple(filter(tells, spec.when)),
+        variants=tuple(
+            replace(each, when=tuple(filter(tells, each.when)), superseded_by=())
+            for each in spec.variants
+        ),
+        digest=f"{spec.digest} without outputs",
+    )
+    try:
+        variants.select(resolve(bare, inputs, **named), IDEAL)
+    except CallError as refusal:
+        return refusal
+    if "the shape of " not in str(error):
+        return error
+    for name, tensor in inputs.items():
+        rank = spec.inputs[name].rank
+        if isinstance(rank, int) and rank != len(tensor.shape):
+            return CallError(f"{spec.name}: {name} is {tensor}; expected an array of rank {rank}")
+    shown = ", ".join(f"{name} = {each}" for name, each in inputs.items())
+    return CallError(f"{error}; of {shown}")
+
+
+def _early(static: Pairs, resolved: Resolved) -> None:
+    """Compiles the call's WGSL, and tries a call that stands for a batch."""
+    operator, gpu = _registered(resolved.spec).operator, device.get()
+    runtime.compile_(operator.plan(resolved, gpu.capabilities), gpu)
+    batch = dict(static).get("batch")
+    if batch is not None:
+        check_batch(operator, batch, resolved)
+
+
 class Rules:
     """Operands are the inputs that are given; what a rule needs more is in the `Kernel`, static.
 
@@ -525,29 +487,36 @@ class Rules:
     """
 
     def __init__(self, spec: Spec):
-        self.operator = Operator(spec.name, spec, fit=_fit)
+        self.operator = Operator(spec.name, spec, early=_early, fit=_fit)
 
     def resolve(self, call: Call, tensors: tuple[Tensor, ...]) -> Resolved:
         own, static = self.operator.spec, dict(call.static)
         kernel: Kernel = static["kernel"]
         known = {*own.tunables}.union(*(dict(variant.tunables) for variant in own.variants))
         set_ = {name: value for name, value in call.settings.tunables if name in known}
-        inputs = dict(zip(static["inputs"], tensors, strict=True))
-        return resolve(
-            own,
-            {name: _as_int64(_admitted(own, name), each) for name, each in inputs.items()},
-            attributes=dict(call.attributes),
-            args=dict(static["args"]),
-            outputs=dict(static["outputs"]),
-            tunables={**set_, **dict(kernel.tunables)},
-        )
+        given = zip(static["inputs"], tensors, strict=True)
+        inputs = {name: as_int64(admitted(own, name), each) for name, each in given}
+        named = {
+            "attributes": dict(call.attributes),
+            "args": dict(static["args"]),
+            "tunables": {**set_, **dict(kernel.tunables)},
+        }
+        try:
+            resolved = resolve(own, inputs, outputs=dict(static["outputs"]), **named)
+            _check_shapes(resolved, static["outputs"])
+            return resolved
+        except CallError as error:
+            raise _clearer(error, own, inputs, named) from None
 
     def results(self, call: Call, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return self._shown(call, _registered(self.operator.spec).resolve(call, tensors))
+
+    def _shown(self, call: Call, resolved: Resolved) -> tuple[Tensor, ...]:
+        """The outputs as JAX has them: no int64 without 64-bit mode."""
         wide = dict(call.static)["x64"]
-        outputs = _registered(self.operator.spec).resolve(call, tensors).outputs
         return tuple(
             Tensor(tensor.shape, "int32") if tensor.dtype == "int64" and not wide else tensor
-            for _, tensor in outputs
+            for _, tensor in resolved.outputs
         )
 
     def narrow(self, call: Call, *operands: Any) -> tuple[Call, Sequence[Any]]:
@@ -570,7 +539,7 @@ class Rules:
         given = dict(zip(static["inputs"], operands, strict=True))
         found = kernel._reference(
             *(given.get(name) for name in self.operator.spec.inputs),
-            **_filled(self.operator.spec, call.attributes),
+            **filled(self.operator.spec, call.attributes),
             **dict(static["args"]),
             **({"outputs": shapes} if shapes else {}),
         )
@@ -589,23 +558,46 @@ class Rules:
     def batch(
         self, call: Call, operands: Sequence[Any], axes: Sequence[int | None], size: int
     ) -> tuple[Sequence[Any], Sequence[int]]:
+        if call.settings.implementation == "reference":
+            results = jax.vmap(partial(self.reference, call), in_axes=tuple(axes))(*operands)
+            return results, [0] * len(results)
         kernel: Kernel = dict(call.static)["kernel"]
-        inputs = dict(call.static)["inputs"]
-        mapped = dict(zip(inputs, axes, strict=True))
-        own = {name: each for name, each in kernel.vmap_axes.items() if name in mapped}
         single = [_without(each.shape, axis) for each, axis in zip(operands, axes, strict=True)]
-        ranks = dict(zip(inputs, map(len, single), strict=True))
-        lengths = {
-            shape[own[name]]
-            for name, shape in zip(inputs, single, strict=True)
-            if name in own and -ranks[name] <= own[name] < ranks[name]
-        }
-        folds = all(name in own or axis is None for name, axis in mapped.items())
-        if kernel.vmap_axes and folds and len(lengths) == 1:
-            return self._folded(call, operands, axes, size, single)
+        where = self._folds(call, axes, single)
+        if where is not None:
+            return self._folded(call, operands, axes, size, single, where)
         if kernel.vmap_method == "sequential":
             return self._sequential(call, operands, axes)
         return self._expanded(call, operands, axes, size, single)
+
+    def _folds(
+        self, call: Call, axes: Sequence[int | None], single: Sequence[tuple[int, ...]]
+    ) -> list[int | None] | None:
+        """For each input the axis that the batch goes into, None where there is none.
+
+        None for all where `vmap_method` applies: an input that is mapped is not named, or has no
+        axes, or the axes are not equally long.
+        """
+        static = dict(call.static)
+        kernel: Kernel = static["kernel"]
+        where = list[int | None]()
+        for name, axis, shape in zip(static["inputs"], axes, single, strict=True):
+            at = kernel.vmap_axes.get(name) if shape else None
+            if at is None and axis is not None:
+                return None
+            where.append(None if at is None else self._axis(name, at, shape))
+        lengths = {shape[at] for at, shape in zip(where, single, strict=True) if at is not None}
+        return where if len(lengths) == 1 else None
+
+    def _axis(self, name: str, axis: int, shape: tuple[int, ...]) -> int:
+        """The axis of `vmap_axis` counted from the front."""
+        rank = len(shape)
+        if not -rank <= axis < rank:
+            raise CallError(
+                f"{self.operator.name}: vmap_axis is {axis} for {name}, which has the shape "
+                f"{shape} for one element of the batch; expected {-rank} to {rank - 1}"
+            )
+        return axis % rank
 
     def _folded(
         self,
@@ -614,41 +606,53 @@ class Rules:
         axes: Sequence[int | None],
         size: int,
         single: Sequence[tuple[int, ...]],
+        where: list[int | None],
     ) -> tuple[Sequence[Any], Sequence[int]]:
         """One call: the batch goes into an axis of each port that has one for it."""
         static = dict(call.static)
-        where = static["kernel"].vmap_axes
         folded = []
-        for name, operand, axis, shape in zip(
-            static["inputs"], operands, axes, single, strict=True
-        ):
-            if name in where:
-                at = where[name] % len(shape)
+        for at, operand, axis, shape in zip(where, operands, axes, single, strict=True):
+            if at is not None:
                 if axis is None:
                     operand = jnp.broadcast_to(jnp.expand_dims(operand, at), _with(shape, at, size))
                 else:
                     operand = jnp.moveaxis(operand, axis, at)
                 operand = operand.reshape(_times(shape, at, size))
             folded.append(operand)
-        wanted = self._single(call, operands, single)
+        one = self._single(call, operands, single)
+        wanted = self._shown(call, one)
+        vmap_axes = static["kernel"].vmap_axes
         ends = [
-            where[name] % max(1, len(each.shape))
+            self._axis(name, vmap_axes[name], each.shape) if each.shape else 0
             for (name, _), each in zip(static["outputs"], wanted, strict=True)
         ]
         asked = tuple(
-            (name, _resized(given, functools.partial(_times, axis=at, size=size)))
+            (name, _resized(given, partial(_times, axis=at, size=size)))
             for (name, given), at in zip(static["outputs"], ends, strict=True)
         )
-        results = _registered(self.operator.spec).apply(call.with_static(outputs=asked), *folded)
-        unfolded = []
-        for (name, _), result, each, at in zip(asked, results, wanted, ends, strict=True):
-            if not each.shape or result.shape != _times(each.shape, at, size):
-                raise CallError(
-                    f"{self.operator.name}: vmap_axis is {where[name]} for {name}, which is "
-                    f"{each}: folding a batch of {size} into that axis of the inputs gives "
-                    f"{result.shape}"
-                )
-            unfolded.append(result.reshape(_with(each.shape, at, size)))
+        batch = Batch(one, size, tuple(where), tuple(ends), static.get("batch"))
+        whole = call.with_static(outputs=asked, batch=batch)
+        try:
+            resolved = _registered(self.operator.spec).resolve(whole, primitive.tensors_of(folded))
+            variants.select(resolved, IDEAL)
+            for (name, _), result, each, at in zip(
+                asked, self._shown(whole, resolved), wanted, ends, strict=True
+            ):
+                if not each.shape or result.shape != _times(each.shape, at, size):
+                    raise CallError(
+                        f"vmap_axis is {vmap_axes[name]} for {name}, which is {each} for one "
+                        f"element, and would be {result}"
+                    )
+        except CallError as error:
+            raise CallError(
+                f"{self.operator.name}: vmap_axis folds a batch of {size} into one call, which is "
+                f"refused: {error}"
+            ) from None
+        results = _registered(self.operator.spec).apply(whole, *folded)
+        unfolded = [
+            result.reshape(_with(each.shape, at, size))
+            for result, each, at in zip(results, wanted, ends, strict=True)
+        ]
         return unfolded, ends
 
     def _sequential(
@@ -691,24 +695,37 @@ class Rules:
             (name, _resized(given, lambda shape: (size, *shape)))
             for name, given in static["outputs"]
         )
-        results = _registered(self.operator.spec).apply(call.with_static(outputs=asked), *expanded)
-        for (name, _), result, each in zip(
-            asked, results, self._single(call, operands, single), strict=True
-        ):
-            if result.shape != (size, *each.shape):
-                raise CallError(
-                    f"{self.operator.name}: with one more axis of {size} in front of the inputs "
-                    f"{name} is {result.shape}; expected {(size, *each.shape)}: load it with "
-                    "vmap_method='sequential'"
-                )
+        alone = self._single(call, operands, single)
+        where = tuple(0 if broadcast or axis is not None else None for axis in axes)
+        batch = Batch(alone, size, where, (0,) * len(asked), static.get("batch"))
+        whole = call.with_static(outputs=asked, batch=batch)
+        try:
+            tensors = primitive.tensors_of(expanded)
+            resolved = _registered(self.operator.spec).resolve(whole, tensors)
+            variants.select(resolved, IDEAL)
+            for (name, _), result, each in zip(
+                asked, self._shown(whole, resolved), self._shown(call, alone), strict=True
+            ):
+                if result.shape != (size, *each.shape):
+                    raise CallError(f"{name} is {result.shape}; expected {(size, *each.shape)}")
+        except CallError as error:
+            raise CallError(
+                f"{self.operator.name}: vmap_method is {static['kernel'].vmap_method}, which makes "
+                f"one call with one more axis of {size} in front, which is refused; load it with "
+                f"vmap_method='sequential': {error}"
+            ) from None
+        results = _registered(self.operator.spec).apply(whole, *expanded)
         return results, [0] * len(results)
 
     def _single(
         self, call: Call, operands: Sequence[Any], shapes: Sequence[tuple[int, ...]]
-    ) -> tuple[Tensor, ...]:
-        """The outputs for one element of a batch."""
+    ) -> Resolved:
+        """The call for one element of a batch, which some device must take."""
         dtypes = [str(operand.dtype) for operand in operands]
-        return self.results(call, tuple(map(Tensor, shapes, dtypes)))
+        tensors = tuple(map(Tensor, shapes, dtypes))
+        resolved = _registered(self.operator.spec).resolve(call, tensors)
+        variants.select(resolved, IDEAL)
+        return resolved
 
     def jvp(self, call: Call, operands: Sequence[Any], tangents: Sequence[Any]) -> Sequence[Any]:
         """Of a linear kernel: itself, of the tangents."""
@@ -745,7 +762,7 @@ class Rules:
         ]
         floats = [jnp.issubdtype(operand.dtype, jnp.inexact) for operand in operands]
         others = [each for each, is_float in zip(operands, floats, strict=True) if not is_float]
-        known = _filled(self.operator.spec, call.attributes) | dict(static["args"])
+        known = filled(self.operator.spec, call.attributes) | dict(static["args"])
         if isinstance(kernel._transpose, Kernel):
             other = kernel._transpose.spec
             known = {n: v for n, v in known.items() if n in other.attributes or n in other.args}
@@ -756,25 +773,28 @@ class Rules:
             asked = {port.name: shape for port, shape in unsaid if port.shape is None}
             known |= {"outputs": asked} if asked else {}
         found = kernel._transpose(*given, *others, **known)
-        parts = iter(found if isinstance(found, tuple) else (found,))
-        made = [next(parts, None) if is_float else None for is_float in floats]
+        parts = found if isinstance(found, tuple) else (found,)
+        if len(parts) != sum(floats):
+            raise CallError(
+                f"{self.operator.name}: the transpose gives {len(parts)} cotangents; expected "
+                f"{sum(floats)}, one for each input of a float type that is given"
+            )
+        left = iter(parts)
+        made = [next(left) if is_float else None for is_float in floats]
         for name, operand, part in zip(static["inputs"], operands, made, strict=True):
-            if part is not None and part.shape != operand.shape:
+            if part is None:
+                continue
+            (like,) = primitive.tensors_of([operand])
+            got = primitive.tensors_of([part])[0] if hasattr(part, "dtype") else part
+            if got != like:
                 raise CallError(
-                    f"{self.operator.name}: the transpose gives {name} a cotangent of shape "
-                    f"{part.shape}; expected {operand.shape}"
+                    f"{self.operator.name}: the transpose gives {name} the cotangent {got}; "
+                    f"expected {like}"
                 )
         return [
             part if isinstance(operand, jax.ShapeDtypeStruct) else None
             for part, operand in zip(made, operands, strict=True)
         ]
-
-
-def _as_int64(admitted: tuple[str, ...], tensor: Tensor) -> Tensor:
-    """An int32 array for a port that takes int64 and not int32, as is usual without 64-bit mode."""
-    if tensor.dtype == "int32" and "int64" in admitted and "int32" not in admitted:
-        return Tensor(tensor.shape, "int64")
-    return tensor
 
 
 def _no_derivative(kernel: Kernel) -> DerivativeError:
