@@ -193,13 +193,21 @@ def _second_call(report):
 def kernel_targets(report):
     """The worst of each kind of kernel beside the copy, and of rotations beside XLA."""
     measured = [case for case in report["cases"] if "seconds" in case]
-    vectors, others, widened = [], [], []
+    vectors, others, packed, widened = kinds = [], [], [], []
     for case in measured:
         fast = any(part in case["published"] for part in ("quad", "block_vec4", "copy"))
-        (widened if case["widened"] > 1 else vectors if fast else others).append(case)
+        kind = (
+            3
+            if case["widened"] > 1
+            else 2
+            if case["rotary"] and "packed" in case["variant"]
+            else int(not fast)
+        )
+        kinds[kind].append(case)
     for name, cases, least in (
         ("quad, block_vec4 and copy", vectors, 0.95),
         ("other kernels", others, 0.85),
+        ("bfloat16, two a word", packed, None),
         ("kernels of dtypes that are widened", widened, None),
     ):
         if cases:
@@ -237,7 +245,7 @@ def fuse_targets(report):
         met = None if aim is None else ratio >= aim
         goal = "none" if aim is None else f"≥ {aim}×"
         yield Target(f"{found['name']}, fused", goal, f"{ratio:.2f}× as fast", met)
-        count = found["work"]["fused"]["submissions"]
+        count = found["groups"]
         yield Target(f"{found['name']}, crossings", "1", f"{count}", count == 1)
 
 
