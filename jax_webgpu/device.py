@@ -472,9 +472,12 @@ class _NativeMapper(_Mapper):
     def unmap(self, buffer: "wgpu.GPUBuffer") -> None:
         self._lib.wgpuBufferUnmap(buffer._internal)
 
-    def _view(self, buffer: "wgpu.GPUBuffer", offset: int, size: int) -> np.ndarray:
+    def _alive(self, buffer: "wgpu.GPUBuffer") -> Any:
         self.check()
-        start = self._lib.wgpuBufferGetMappedRange(buffer._internal, offset, size)
+        return buffer._internal
+
+    def _view(self, buffer: "wgpu.GPUBuffer", offset: int, size: int) -> np.ndarray:
+        start = self._lib.wgpuBufferGetMappedRange(self._alive(buffer), offset, size)
         if start == self._ffi.NULL:
             raise RuntimeError("the mapping is gone")
         return np.frombuffer(self._ffi.buffer(start, size), np.uint8)
@@ -560,17 +563,10 @@ class _Pool:
             memory = self.idle.pop(free.pop())
             self.idle_bytes -= size
             return memory
-        return _Memory(self._create(size, usage, mapped), usage, self.mapper)
-
-    def _create(self, size: int, usage: int, mapped: bool) -> "wgpu.GPUBuffer":
-        wanted = {"label": "jax_webgpu", "size": size, "usage": usage, "mapped_at_creation": mapped}
-        try:
-            return self.device.create_buffer(**wanted)
-        except _wgpu().GPUOutOfMemoryError:
-            if not self.idle:
-                raise
-        self.clear()  # what is idle may be what is missing
-        return self.device.create_buffer(**wanted)
+        buffer = self.device.create_buffer(
+            label="jax_webgpu", size=size, usage=usage, mapped_at_creation=mapped
+        )
+        return _Memory(buffer, usage, self.mapper)
 
     def release(self, memory: _Memory) -> None:
         key = id(memory)
@@ -715,7 +711,14 @@ class Device:
             if self.lost:
                 raise DeviceLostError(f"{program.label} on {self.info.name}: the device is lost")
             try:
-                self._run(program, inputs, outputs, held)
+                try:
+                    self._run(program, inputs, outputs, held)
+                except (_wgpu().GPUError, RuntimeError) as error:
+                    if not _lacks_memory(error):
+                        raise
+                    _destroy(held)
+                    self._clear()  # what is kept for other calls may be what is missing
+                    self._run(program, inputs, outputs, held)
             except Exception as error:
                 told = self._told(error, f"{program.label} on {self.info.name}")
                 if told is error:
@@ -725,8 +728,7 @@ class Device:
                 self._clear()
                 raise
             finally:
-                for memory in held:  # not empty only after an error, when the GPU may use it
-                    memory.destroy()
+                _destroy(held)  # not empty only after an error, when the GPU may use it
 
     def _told(self, error: Exception, where: str) -> Exception:
         """An error as the caller is to see it."""
@@ -1007,8 +1009,7 @@ class Device:
                     times.append(float(end - begin) * 1e-9 / runs)
                 return times[1:]
             finally:
-                for memory in held:
-                    memory.destroy()
+                _destroy(held)
 
     def _pipeline(self, each: PassPlan) -> _Pipeline:
         kinds = tuple(bound.buffer for bound in each.bindings)
@@ -1085,6 +1086,16 @@ class Device:
         self._pool.mapper.forget_all()
         self._programs.clear()
         self.linked.clear()
+
+
+def _lacks_memory(error: Exception) -> bool:
+    # wgpu-native calls that of a buffer a validation error.
+    return isinstance(error, _wgpu().GPUOutOfMemoryError) or "Not enough memory" in str(error)
+
+
+def _destroy(held: list[_Memory]) -> None:
+    while held:
+        held.pop().destroy()
 
 
 def _aligned(size: int, to: int) -> int:
