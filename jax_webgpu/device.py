@@ -569,6 +569,9 @@ class _Pool:
         return _Memory(buffer, usage, self.mapper)
 
     def release(self, memory: _Memory) -> None:
+        if memory.size > self.most:  # and push nothing else out
+            memory.destroy()
+            return
         key = id(memory)
         self.idle[key] = memory
         self.classes.setdefault((memory.size, memory.usage), []).append(key)
