@@ -12,9 +12,18 @@ ON_CORES = pytest.mark.parametrize("cores", [1, 2], ids=["one_core", "two_cores"
 DEFAULT = {"JAX_WEBGPU_CALLBACK": ""}
 PURE = {"JAX_WEBGPU_CALLBACK": "pure"}
 PURE_WITH_THREADS = PURE | {"NPROC": "16"}
-CROSSINGS = pytest.mark.parametrize(
-    "crossing", [DEFAULT, PURE_WITH_THREADS], ids=["default", "pure"]
-)
+
+
+def over_both(promise):
+    """A test that holds a promise over the default crossing, and over `pure` the one of that."""
+    return pytest.mark.parametrize(
+        "crossing",
+        [
+            pytest.param(DEFAULT, marks=pytest.mark.promise(promise), id="default"),
+            pytest.param(PURE_WITH_THREADS, marks=pytest.mark.promise("pure"), id="pure"),
+        ],
+    )
+
 
 # What is before a call, the call itself and what is after it are eager or jitted. No result is
 # awaited before all calls are made, unless arguments are to be ready.
@@ -97,9 +106,8 @@ print(json.dumps({{"calls": calls, "most devices": devices}}))
 
 
 @ON_CORES
-@CROSSINGS
-def test_calls_of_many_devices(cores, crossing, run_snippet, record_property, request):
-    request.applymarker(pytest.mark.promise("meshes" if crossing is DEFAULT else "pure"))
+@over_both("meshes")
+def test_calls_of_many_devices(cores, crossing, run_snippet, record_property):
     sizes = [(1 << 16, 10 * SCALE), (1 << 20, 10 if LONG else 3)]
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
     source = CALLS + MESHES.format(sizes=sizes)
@@ -171,9 +179,8 @@ print(json.dumps({{"calls": calls, "most threads": threads, "submissions of anot
 
 
 @ON_CORES
-@CROSSINGS
-def test_other_threads_and_another_user(cores, crossing, run_snippet, record_property, request):
-    request.applymarker(pytest.mark.promise("company" if crossing is DEFAULT else "pure"))
+@over_both("company")
+def test_other_threads_and_another_user(cores, crossing, run_snippet, record_property):
     source = CALLS + COMPANY.format(calls=8 * SCALE)
     done = run_snippet(source, cores=cores, timeout=90 * SCALE, **crossing)
     figures(done, record_property)
