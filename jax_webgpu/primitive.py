@@ -4,6 +4,7 @@ This module and `fuse` are the only ones that import JAX's unstable parts.
 """
 
 import atexit
+import copy
 import functools
 import os
 import threading
@@ -423,7 +424,8 @@ class _Signals(threading.local):
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if self.wanted and error is not None and not isinstance(error, Exception):
-            self.raised = error
+            # Without its traceback, whose frames hold XLA's buffers: these are gone by then.
+            self.raised = copy.copy(error)
 
 
 _noting_signals = _Signals()
