@@ -1,4 +1,4 @@
-"""Measures whole calls, host to host; or, if asked to, kernels, growth or memory.
+"""Measures whole calls, host to host; or, if asked to, kernels, growth, memory or loading.
 
 `./dev bench` runs it with everything that it needs.
 """
@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import jax_webgpu
-from benchmarks import growth, host, kernels, memory, report, subjects
+from benchmarks import growth, host, kernels, loading, memory, report, subjects
 from benchmarks.cases import CASES, KERNEL_CASES, chosen
 
 
@@ -64,6 +64,12 @@ def _memory(options):
     return found, text, list(report.memory_targets(found)), None
 
 
+def _load(options):
+    found = loading.run(1 if options.small else options.repetitions, _say)
+    text = "\n".join(map(loading.line, [*found["loads"], *found["plans"]]))
+    return found, text, list(report.load_targets(found)), None
+
+
 # --- the command line ---------------------------------------------------------------------------
 
 
@@ -75,6 +81,7 @@ def _options(arguments):
         ("--kernels", _kernels, "the device's own time, against a copy of as many bytes"),
         ("--growth", _growth, "time by size, from 1 MiB to 1 GiB"),
         ("--memory", _memory, "memory at the peak of a call and over a thousand"),
+        ("--load", _load, "loading of manifests and planning of calls, without a device"),
     ):
         modes.add_argument(name, dest="mode", action="store_const", const=mode, help=text)
     parser.add_argument(
@@ -83,7 +90,7 @@ def _options(arguments):
     parser.add_argument("--subjects", type=_subjects, metavar="ID,ID", help="in place of all")
     parser.add_argument("--repetitions", type=int, default=21, metavar="N", help="21 by default")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
-    parser.add_argument("--chart", type=Path, metavar="FILE", help="write a PNG; not of --memory")
+    parser.add_argument("--chart", type=Path, metavar="FILE", help="write a PNG; not of all modes")
     parser.add_argument("--small", action="store_true", help="few elements, to see that it runs")
     parser.add_argument("--large", action="store_true", help="also cases of gigabytes")
     parser.add_argument("--mib", type=float, default=256, help="of a kernel's traffic; 256")
@@ -92,8 +99,8 @@ def _options(arguments):
     parser.add_argument("--peer", metavar="PYTHON", help="one that has onnxruntime-webgpu")
     options = parser.parse_args(arguments)
     options.tunables = dict(options.tunables)
-    if options.chart and options.mode is _memory:
-        parser.error("--memory draws no chart")
+    if options.chart and options.mode in (_memory, _load):
+        parser.error("this mode draws no chart")
     if options.chart and not importlib.util.find_spec("matplotlib"):
         parser.error("--chart needs matplotlib: pip install '.[bench]'")
     return options

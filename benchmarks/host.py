@@ -132,10 +132,10 @@ def summary(seconds):
 def _second(run):
     """What a call of a shape that was called before does and makes, by the counters."""
     counters = device.get().counters
-    before, plans = counters.copy(), plan.make.cache_info().misses
+    before, plans = counters.copy(), plan.cache_info().misses
     run()
     done = {name: counters[name] - before[name] for name in counters}
-    done["plans"] = plan.make.cache_info().misses - plans
+    done["plans"] = plan.cache_info().misses - plans
     return {
         "work": {name: count for name, count in done.items() if name in WORK},
         "made": {name: count for name, count in done.items() if name not in WORK},

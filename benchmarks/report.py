@@ -4,7 +4,7 @@ import statistics
 from collections import defaultdict
 from dataclasses import dataclass
 
-from benchmarks import growth, kernels, memory
+from benchmarks import growth, kernels, loading, memory
 from benchmarks.subjects import WEBGPU_PEERS
 
 OURS = ("buffer", "pure")
@@ -239,6 +239,18 @@ def memory_targets(report):
             text = f"{figure['growth'] / 2**20:+.2f} MiB"
             name = f"{name}: growth over {figure['calls'] - figure['from']} calls"
             yield Target(name, "flat: ≤ 1 MiB", text, figure["growth"] <= 2**20)
+
+
+def load_targets(report):
+    """What a user waits for before the first call of a kernel, and of a shape."""
+    for figure in report["loads"]:
+        each, again = loading.per_kib(figure) * 1e3, figure["again"] * 1e3
+        name = f"{figure['name']}: load"
+        yield Target(name, "< 1.5 ms a KiB", f"{each:.2f} ms", each < 1.5)
+        yield Target(f"{name} again", "< 5 ms", f"{again:.2f} ms", again < 5)
+    for figure in report["plans"]:
+        seconds = figure["seconds"] * 1e3
+        yield Target(f"plan of {figure['name']}", "< 5 ms", f"{seconds:.2f} ms", seconds < 5)
 
 
 # --- charts --------------------------------------------------------------------------------------

@@ -3,9 +3,9 @@
 Names are WebGPU's (https://www.w3.org/TR/webgpu/#limits, #feature-index), in its own spelling.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
 # WebGPU's default limits, which every adapter reaches, as far as compute work meets them.
 FLOOR_LIMITS = {
@@ -25,6 +25,11 @@ FLOOR_LIMITS = {
     "minStorageBufferOffsetAlignment": 256,
     "minUniformBufferOffsetAlignment": 256,
 }
+
+
+def worse(name: str, *values: int) -> int:
+    """Of values of one limit the one that allows least: of an alignment the largest."""
+    return max(values) if name.startswith("min") else min(values)
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,16 @@ class Capabilities:
     def limit(self, name: str) -> int:
         """The value of a WebGPU limit; `KeyError` for a name that WebGPU does not have."""
         return self._limits[name]
+
+    def held_to(self, features: Set[str] | None, limits: Mapping[str, int]) -> Self:
+        """No better than this: the features that are named, or all; and a limit's worse value."""
+        return replace(
+            self,
+            features=self.features if features is None else self.features & features,
+            limits=tuple(
+                (name, worse(name, value, limits.get(name, value))) for name, value in self.limits
+            ),
+        )
 
     def f16_ok(self, dtype: Any) -> bool:
         """The format's `f16Ok`: `dtype` (a WGSL scalar or a logical name) can be used in WGSL."""

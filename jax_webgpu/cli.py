@@ -1,7 +1,11 @@
-"""The command line: `python -m jax_webgpu info | explain | tune | check`."""
+"""The command line: `python -m jax_webgpu info | explain | lint | test | tune | check`."""
 
 import argparse
+import itertools
+import json
+import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,22 +13,37 @@ import jax
 import jax.numpy as jnp
 
 import jax_webgpu
-from jax_webgpu import device, selftest, tuning, variants
+from jax_webgpu import device, lint, review, selftest, trial, tuning, variants
 from jax_webgpu.capabilities import PRESETS
 from jax_webgpu.errors import JaxWebGPUError
+from jax_webgpu.folder import Folder
+from jax_webgpu.ops.kernel import MANIFEST, open_folder
 from jax_webgpu.ops.rotary_embedding import Rules as Rotary
 from jax_webgpu.ops.split import Rules as Split
+from jax_webgpu.spec import loads
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; the result is the exit status: 0, 1 for a failure, 2 for wrong use."""
-    options = _parser().parse_args(arguments)
+    options = _parser().parse_args(_with_kernel(sys.argv[1:] if arguments is None else arguments))
     try:
         status: int = options.run(options)
+    except BrokenPipeError:  # what reads has read enough; at exit Python would write again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except (JaxWebGPUError, ValueError) as error:
         print(f"python -m jax_webgpu {options.command}: {error}", file=sys.stderr)
         return 1
     return status
+
+
+def _with_kernel(arguments: Sequence[str]) -> list[str]:
+    """`explain FOLDER` written out as `explain kernel FOLDER`."""
+    first, *rest = arguments or [""]
+    own = {"kernel", "rotary_embedding", "split"}
+    if first == "explain" and rest and rest[0] not in own and not rest[0].startswith("-"):
+        rest.insert(0, "kernel")
+    return [first, *rest] if arguments else []
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -35,7 +54,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=jax_webgpu.__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    info = commands.add_parser("info", help="the adapters of this machine, features and limits")
+    info = commands.add_parser(
+        "info",
+        help="the adapters of this machine, features and limits; or a kernel folder's manual",
+    )
+    _add_folder(info, nargs="?")
     info.set_defaults(run=_info)
 
     explain = commands.add_parser(
@@ -84,17 +107,55 @@ def _parser() -> argparse.ArgumentParser:
     split.add_argument("--num-outputs", type=int, metavar="N")
     split.set_defaults(run=_explain, call=_split)
 
-    for each in (rotary, split):
-        each.add_argument("--dtype", default="float32", help="of the arrays; float32 by default")
+    kernel = operators.add_parser(
+        "kernel",
+        help="a kernel folder, also written `explain FOLDER`",
+        epilog="example: python -m jax_webgpu explain examples/kernels/softmax x=float32:8,100 "
+        "axis=-1 --device floor",
+    )
+    _add_folder(kernel)
+    kernel.add_argument(
+        "values",
+        nargs="*",
+        metavar="NAME=VALUE",
+        help="an input as dtype:sizes (float32:8,100), or an attribute or argument in JSON",
+    )
+    kernel.add_argument(
+        "--output",
+        action="append",
+        default=[],
+        metavar="NAME[=SIZES]",
+        help="an output that is wanted, with its shape where the manifest gives none",
+    )
+    kernel.set_defaults(run=_explain, call=_kernel, dtype="", no_overlays=False)
+    for each in (rotary, split, kernel):
         each.add_argument(
             "--device", metavar="NAME", help=f"a device on paper: {', '.join(PRESETS)}"
         )
         each.add_argument(
-            "--no-overlays", action="store_true", help="the published manifest's variants alone"
-        )
-        each.add_argument(
             "--workgroup-size", type=int, metavar="N", help="in place of the manifest's"
         )
+    for each in (rotary, split):
+        each.add_argument("--dtype", default="float32", help="of the arrays; float32 by default")
+        each.add_argument(
+            "--no-overlays", action="store_true", help="the published manifest's variants alone"
+        )
+
+    lint_ = commands.add_parser(
+        "lint",
+        help="check a kernel folder: manifest, templates, every variant on a table of devices",
+        description="Loads the folder, points out what looks wrong in it, then renders each "
+        "variant for devices on paper and compiles it on this machine's. The exit status is 1 "
+        "where the folder or a variant fails; what may be meant is a warning.",
+    )
+    _add_folder(lint_)
+    lint_.set_defaults(run=_lint)
+
+    test = commands.add_parser(
+        "test", help="run the cases of a kernel folder's test.json on this adapter"
+    )
+    _add_folder(test)
+    test.set_defaults(run=_test)
 
     tune = commands.add_parser(
         "tune",
@@ -102,7 +163,9 @@ def _parser() -> argparse.ArgumentParser:
         description="Measures workgroup sizes, and on a GPU how much one invocation does, for each "
         "operator and dtype. Later processes use what was fastest; delete the file to undo it.",
     )
-    tune.add_argument("--mib", type=float, metavar="N", help="size of the array, 64; on a CPU 4")
+    tune.add_argument(
+        "--mib", type=_mebibytes, metavar="N", help="size of the array, 64; on a CPU 4"
+    )
     tune.set_defaults(run=_tune)
 
     check = commands.add_parser("check", help="a self-test of all variants on this adapter")
@@ -110,23 +173,58 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _shape(text: str) -> tuple[int, ...]:
+def _add_folder(parser: argparse.ArgumentParser, nargs: str | None = None) -> None:
+    parser.add_argument("folder", nargs=nargs, metavar="FOLDER", help="or a repository of the Hub")
+    parser.add_argument("--version", dest="contract", type=int, metavar="N", help="of a repository")
+    parser.add_argument("--revision", metavar="COMMIT", help="of a repository, in its place")
+
+
+def _opened(options: argparse.Namespace) -> Folder:
+    return open_folder(options.folder, version=options.contract, revision=options.revision)
+
+
+def _sizes(text: str) -> tuple[int, ...]:
     try:
         shape = tuple(int(size) for size in text.split(",") if size.strip())
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of sizes like 1,32,8") from None
+        raise ValueError(f"{text!r} is not a list of sizes like 1,32,8") from None
     if min(shape, default=0) < 0:
-        raise argparse.ArgumentTypeError(f"{text!r} has a negative size")
+        raise ValueError(f"{text!r} has a negative size")
     return shape
 
 
+def _shape(text: str) -> tuple[int, ...]:
+    """As `_sizes`, for argparse, which prints messages of this type alone."""
+    try:
+        return _sizes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _mebibytes(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0
+    if not 0 < number < 2**20:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size in MiB")
+    return number
+
+
 def _info(options: argparse.Namespace) -> int:
+    if options.folder is not None:
+        kernel = jax_webgpu.load_kernel(
+            options.folder, version=options.contract, revision=options.revision
+        )
+        print(f"{kernel.__name__}{kernel.__signature__}\n\n{kernel.__doc__}")
+        return 0
     found = device.adapters()
     chosen = device.info()
     for adapter in found:
         mark = "*" if adapter.index == chosen.index else " "
         print(f"{mark} {adapter.index}: {adapter}")
-        capabilities = chosen.capabilities if adapter is chosen else adapter.capabilities
+        own = adapter.index == chosen.index
+        capabilities = device.get().capabilities if own else adapter.capabilities
         print(f"     features: {', '.join(sorted(capabilities.features)) or 'none'}")
         for name, value in capabilities.limits:
             print(f"     {name}: {value:,}")
@@ -141,7 +239,7 @@ def _explain(options: argparse.Namespace) -> int:
     with settings, jax.enable_x64(options.dtype == "int64"):
         plans = jax_webgpu.explain(function, *arrays, device=options.device)
     asked = ", ".join(f"{array.dtype}{list(array.shape)}" for array in arrays)
-    print(f"asked     {options.operator} of {asked}")
+    print(f"asked     {getattr(options, 'folder', options.operator)} of {asked}")
     for plan in plans:
         print(plan.describe())
         names = variants.select(plan.resolved, plan.capabilities).scope
@@ -154,9 +252,12 @@ def _explain(options: argparse.Namespace) -> int:
 
 def _array(shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
     try:
-        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+        found = jnp.dtype(dtype)
     except TypeError:
-        raise ValueError(f"--dtype {dtype} is no data type; expected one like float16") from None
+        found = None
+    if found is None or not (jnp.issubdtype(found, jnp.number) or found == jnp.bool_):
+        raise ValueError(f"{dtype!r} is no data type of JAX's; expected one like float16")
+    return jax.ShapeDtypeStruct(shape, found)
 
 
 def _rotary_embedding(options: argparse.Namespace) -> tuple[Callable[..., Any], list[Any]]:
@@ -165,10 +266,8 @@ def _rotary_embedding(options: argparse.Namespace) -> tuple[Callable[..., Any], 
         for shape in (options.x, options.cos, options.sin or options.cos)
     ]
     if options.position_ids is not None:
-        x = options.x
-        arrays.append(
-            _array(options.position_ids or (*x[:1], x[-2 if len(x) == 4 else 1]), "int32")
-        )
+        batch, *_, tokens, _ = options.x if len(options.x) == 4 else (*options.x, 0, 0, 0)[:3]
+        arrays.append(_array(options.position_ids or (batch, tokens), "int32"))
 
     def call(*arrays: Any) -> Any:
         return jax_webgpu.rotary_embedding(
@@ -190,21 +289,98 @@ def _split(options: argparse.Namespace) -> tuple[Callable[..., Any], list[Any]]:
     return call, [_array(options.x, options.dtype)]
 
 
+def _kernel(options: argparse.Namespace) -> tuple[Callable[..., Any], list[Any]]:
+    kernel = jax_webgpu.load_kernel(
+        options.folder, version=options.contract, revision=options.revision
+    )
+    inputs, named = dict[str, Any](), dict[str, Any]()
+    for each in options.values:
+        name, equals, text = each.partition("=")
+        if not equals:
+            raise ValueError(f"{each!r} is not of the form NAME=VALUE")
+        if name in kernel.spec.inputs:
+            dtype, _, sizes = text.partition(":")
+            inputs[name] = _array(_sizes(sizes), dtype)
+        elif name == "outputs":
+            raise ValueError("outputs are named by --output")
+        else:
+            named[name] = _json(text)
+    outputs = {
+        name: _sizes(sizes) if equals else None
+        for name, equals, sizes in (each.partition("=") for each in options.output)
+    }
+
+    def call(*arrays: Any) -> Any:
+        return kernel(**dict(zip(inputs, arrays, strict=True)), outputs=outputs, **named)
+
+    return call, [*inputs.values()]
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):  # a string without its quotes
+        return text
+
+
+def _lint(options: argparse.Namespace) -> int:
+    files = _opened(options)
+    manifest = files.read_bytes(MANIFEST)
+    spec = loads(manifest, files.path / MANIFEST, files.read_bytes)
+    names = [path.name for path in files.path.iterdir()] if files.path.is_dir() else []
+    found = [*lint.findings(spec, names)]
+    for finding in found:
+        print(f"warning: {finding}")
+    calls = review.calls(spec, files)
+    missing = [variant.id for variant in spec.variants if variant.id not in calls]
+    for name in missing:
+        print(f"warning: variant {name}: no call was found that it takes: give it a test case")
+    failed, warnings = 0, dict[str, None]()
+    for variant, verdicts in itertools.groupby(review.review(calls), lambda each: each.variant):
+        statuses = []
+        for verdict in verdicts:
+            failed += verdict.status == "fails"
+            statuses.append(f"{verdict.device} {verdict.status}")
+            if verdict.detail and verdict.status == "fails":
+                print(f"error: variant {variant} on {verdict.device}: {verdict.detail}")
+            if verdict.warning:
+                warnings[verdict.warning] = None
+        print(f"{variant}: {', '.join(statuses)}", flush=True)
+    for warning in warnings:
+        print(f"warning: {warning}")
+    count = len(found) + len(missing) + len(warnings)
+    print(f"{files.path}: {len(spec.variants)} variants, {failed} errors, {count} warnings")
+    return 1 if failed else 0
+
+
+def _test(options: argparse.Namespace) -> int:
+    files = _opened(options)
+    print(f"adapter: {jax_webgpu.device_info()}")
+    counts = Counter[str]()
+    for result in trial.run(files):
+        counts[result.status] += 1
+        print(result, flush=True)
+    total = ", ".join(f"{count} {status}" for status, count in sorted(counts.items()))
+    print(f"{files.path}: {total or 'no cases'}")
+    wrong = counts[trial.Status.FAILED] + counts[trial.Status.NOT_RUN]
+    return 0 if counts[trial.Status.PASSED] and not wrong else 1
+
+
 def _tune(options: argparse.Namespace) -> int:
     adapter = jax_webgpu.device_info()
     print(f"adapter: {adapter}")
     size = options.mib or (4 if adapter.kind == "CPU" else 64)
     operators = {rules.operator.spec.name: rules.operator for rules in (Rotary, Split)}
     best: dict[str, dict[str, Any]] = {}
-    for trial in tuning.trials(operators, size):
-        what = ", ".join(f"{name} {value}" for name, value in trial.tunables.items()) or "default"
-        mark = "  best so far" if trial.best else ""
+    for each in tuning.trials(operators, size):
+        what = ", ".join(f"{name} {value}" for name, value in each.tunables.items()) or "default"
+        mark = "  best so far" if each.best else ""
         print(
-            f"{trial.operator} {trial.dtype}  {what}: {trial.seconds * 1e3:.3f} ms{mark}",
+            f"{each.operator} {each.dtype}  {what}: {each.seconds * 1e3:.3f} ms{mark}",
             flush=True,
         )
-        if trial.best:
-            best.setdefault(trial.operator, {})[trial.dtype] = dict(trial.tunables)
+        if each.best:
+            best.setdefault(each.operator, {})[each.dtype] = dict(each.tunables)
     print(f"written to {tuning.save(adapter.capabilities.name, best)}")
     return 0
 

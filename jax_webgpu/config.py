@@ -9,20 +9,31 @@ Environment variables, read once:
   JAX_WEBGPU_CALLBACK     pure or buffer: what `configure(callback=...)` starts from
   JAX_WEBGPU_POOL_BYTES   how many bytes of idle device memory are kept for the next call
   JAX_WEBGPU_TIMEOUT      how many seconds a call waits for the device before it raises
+  JAX_WEBGPU_FEATURES     the features to use where the adapter has them, separated by commas, of
+                          shader-f16, subgroups, timestamp-query and wgpu's own
+                          mappable-primary-buffers; or floor: none. Unset: all
+  JAX_WEBGPU_LIMITS       limits to hold the device to, by WebGPU's names and separated by commas,
+                          such as maxStorageBuffersPerShaderStage=8,maxBufferSize=268435456; floor
+                          stands for all of WebGPU's default limits, which no device falls below
+
+The last two answer whether a program runs on a smaller device than this one: the driver itself
+then refuses what such a device would refuse.
 """
 
 import functools
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Final, Self
 
+from jax_webgpu.capabilities import FLOOR_LIMITS, worse
 from jax_webgpu.errors import CallError
 
 CALLBACKS = ("pure", "buffer")
 IMPLEMENTATIONS = ("webgpu", "reference")
+FEATURES = ("shader-f16", "subgroups", "timestamp-query", "mappable-primary-buffers")
 
 
 @dataclass(frozen=True)
@@ -57,6 +68,10 @@ class Environment:
     callback: str | None
     pool_bytes: int | None
     timeout: float | None
+    features: frozenset[str] | None
+    """The only features to use; `floor` in the variable is an empty set here."""
+    limits: tuple[tuple[str, int], ...]
+    """Pairs of limit name and value, sorted by name; empty where the variable is not set."""
 
 
 @functools.cache
@@ -71,6 +86,8 @@ def environment() -> Environment:
         callback=callback,
         pool_bytes=_number("JAX_WEBGPU_POOL_BYTES", int, "a whole number of bytes, 0 or more"),
         timeout=_number("JAX_WEBGPU_TIMEOUT", float, "a number of seconds, 0 or more"),
+        features=_features(os.environ.get("JAX_WEBGPU_FEATURES", "")),
+        limits=_limits(os.environ.get("JAX_WEBGPU_LIMITS", "")),
     )
 
 
@@ -85,6 +102,42 @@ def _number(variable: str, kind: Callable[[str], Any], expected: str) -> Any:
     if not value >= 0:  # nor is NaN
         raise CallError(f"{variable} is {text!r}; expected {expected}")
     return value
+
+
+def _features(text: str) -> frozenset[str] | None:
+    names = frozenset(_listed(text))
+    unknown = names - {*FEATURES, "floor"}
+    if unknown or (len(names) > 1 and "floor" in names):
+        raise CallError(
+            f"JAX_WEBGPU_FEATURES is {text!r}; expected floor, or names of {', '.join(FEATURES)}"
+        )
+    return names - {"floor"} if names else None
+
+
+def _limits(text: str) -> tuple[tuple[str, int], ...]:
+    found = dict[str, int]()
+    for each in _listed(text):
+        name, _, value = each.partition("=")
+        floor = FLOOR_LIMITS.get(name)
+        if each == "floor":
+            found |= FLOOR_LIMITS
+        elif floor is None or not value.isdecimal() or len(value) > 20:
+            raise CallError(
+                f"JAX_WEBGPU_LIMITS has {each!r}; expected floor, or NAME=NUMBER with a name of "
+                f"{', '.join(FLOOR_LIMITS)}"
+            )
+        elif worse(name, int(value), floor) != floor:
+            raise CallError(
+                f"JAX_WEBGPU_LIMITS has {each!r}; every WebGPU device has {floor} or better"
+            )
+        else:
+            found[name] = int(value)
+    return tuple(sorted(found.items()))
+
+
+def _listed(text: str) -> list[str]:
+    """What is listed between commas."""
+    return [part.strip() for part in text.split(",") if part.strip()]
 
 
 class _Unset:
@@ -157,13 +210,13 @@ class configure:
     ):
         changes: dict[str, Any] = {}
         if not isinstance(callback, _Unset):
-            if callback is not None and callback not in CALLBACKS:
+            if callback is not None and not _is_one_of(callback, CALLBACKS):
                 raise CallError(f"callback is {callback!r}; expected 'pure', 'buffer' or None")
             changes["callback"] = callback
         if not isinstance(tunables, _Unset):
             changes["tunables"] = _pairs({} if tunables is None else tunables)
         if not isinstance(implementation, _Unset):
-            if implementation not in IMPLEMENTATIONS:
+            if not _is_one_of(implementation, IMPLEMENTATIONS):
                 expected = "' or '".join(IMPLEMENTATIONS)
                 raise CallError(f"implementation is {implementation!r}; expected '{expected}'")
             changes["implementation"] = None if implementation == "webgpu" else implementation
@@ -195,6 +248,10 @@ class configure:
         before, self._before = self._before, None
         # Only what this changed: others may have come and gone in between.
         _apply(replace(settings(), **{name: getattr(before, name) for name in self._changes}))
+
+
+def _is_one_of(value: Any, texts: Collection[str]) -> bool:
+    return isinstance(value, str) and value in texts
 
 
 def _pairs(tunables: Any) -> tuple[tuple[str, Any], ...]:

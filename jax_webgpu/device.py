@@ -6,12 +6,13 @@ WebGPU's here. Nothing in this module waits for JAX, so its lock may be held ove
 
 import functools
 import os
+import re
 import threading
 import time
 import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, cycle, islice
 from itertools import count as numbers
 from typing import TYPE_CHECKING, Any
@@ -19,10 +20,10 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import numpy as np
 
-from jax_webgpu import config
-from jax_webgpu.capabilities import FLOOR_LIMITS, Capabilities
+from jax_webgpu import config, plan
+from jax_webgpu.capabilities import FLOOR_LIMITS, Capabilities, worse
 from jax_webgpu.errors import AdapterError, DeviceError, DeviceLostError, ShaderError
-from jax_webgpu.plan import Bound, PassPlan, make
+from jax_webgpu.plan import Bound, PassPlan
 from jax_webgpu.program import Launch, Program, alone
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 _FEATURES = ("shader-f16", "subgroup", "timestamp-query")
 # A feature of wgpu's own: buffers that kernels bind may be mapped too.
 _MAPPABLE = "mappable-primary-buffers"
+# WebGPU's names, where wgpu has others.
+_WEBGPU_NAMES = {"subgroup": "subgroups"}
 
 # How many programs are kept, with their pipelines, uniforms and bind groups. A pipeline takes
 # 0.4 MB of lavapipe's memory, and WGSL may hold a call's sizes: then each shape has its own.
@@ -168,7 +171,7 @@ def clear_caches() -> None:
         made = [device for *_, device in _devices if device is not None]
     for device in made:
         device.clear()
-    make.cache_clear()
+    plan.forget()
     alone.cache_clear()
 
 
@@ -199,6 +202,8 @@ def _enumerate() -> "list[wgpu.GPUAdapter]":
         while instance is not _instance():
             instance = _instance()
             found = wgpu.gpu.enumerate_adapters_sync()
+        # One of OpenGL that is dropped on another thread than it came on ends the process.
+        _kept.extend(each for each in found if each.info["backend_type"] == "OpenGL")
         return list(found)
     except (RuntimeError, OSError) as error:
         raise AdapterError(f"wgpu cannot list adapters: {error}\n{_REMEDIES}") from error
@@ -299,9 +304,32 @@ def _fleet(found: "Sequence[wgpu.GPUAdapter]") -> list[AdapterInfo]:
                 0,
             )
     if environment.adapter is not None or chosen.kind == "CPU":
-        return [chosen]
+        return [_held(chosen)]
     same = [info for info in infos if (info.kind, info.backend) == (chosen.kind, chosen.backend)]
-    return [chosen, *(info for info in same if info is not chosen)]
+    return [_held(info) for info in [chosen, *(info for info in same if info is not chosen)]]
+
+
+def _held(info: AdapterInfo) -> AdapterInfo:
+    """The adapter with no more features and limits than the environment leaves it."""
+    environment, own = config.environment(), info.capabilities
+    limits = dict(own.limits)
+    for name, value in environment.limits:
+        if value not in (FLOOR_LIMITS[name], worse(name, value, limits.get(name, value))):
+            raise AdapterError(
+                f"JAX_WEBGPU_LIMITS sets {name} to {value:,}, and {info} has {limits[name]:,}"
+            )
+    held = own.held_to(environment.features, dict(environment.limits))
+    return replace(info, capabilities=held)
+
+
+def _usable(adapter: "wgpu.GPUAdapter") -> list[str]:
+    """Features of the adapter that this module knows and the environment leaves it."""
+    left = config.environment().features
+    return [
+        name
+        for name in (*_FEATURES, _MAPPABLE)
+        if name in adapter.features and (left is None or _WEBGPU_NAMES.get(name, name) in left)
+    ]
 
 
 class _Recent(OrderedDict[Any, Any]):
@@ -666,12 +694,14 @@ class Device:
         wgpu = _wgpu()
         # Where the device's memory is the host's, kernels bind what the host maps; else the host
         # maps pieces that the device copies.
-        self._unified = _MAPPABLE in adapter.features and info.kind in _UNIFIED
-        asked = (*_FEATURES, _MAPPABLE) if self._unified else _FEATURES
-        features = [name for name in asked if name in adapter.features]
+        usable = _usable(adapter)
+        self._unified = _MAPPABLE in usable and info.kind in _UNIFIED
         try:
             self._device = adapter.request_device_sync(
-                label="jax_webgpu", required_features=features
+                label="jax_webgpu",
+                required_features=[n for n in usable if n != _MAPPABLE or self._unified],
+                # The adapter's own, unless the environment holds them down.
+                required_limits=dict(info.capabilities.limits),
             )
             self.capabilities = self._probed(info.capabilities)
             self._pool = _Pool(self._device, self.capabilities.limit("maxBufferSize"))
@@ -688,7 +718,7 @@ class Device:
         self._uniforms = WeakValueDictionary[Any, Any]()
         usage = wgpu.BufferUsage
         self._inner = usage.STORAGE | usage.COPY_SRC | usage.COPY_DST
-        bound = usage.STORAGE if self._unified else 0
+        bound = self._inner if self._unified else 0
         self._upload_usage = usage.MAP_WRITE | usage.COPY_SRC | bound
         self._download_usage = usage.MAP_READ | usage.COPY_DST | bound
 
@@ -862,11 +892,19 @@ class Device:
             found = kept.groups.keep(key, (groups, memories))
         compute = None
         for ready, group in zip(kept.launches, found[0], strict=True):
-            if ready.launch.cleared and compute is not None:  # no pass may be open
-                compute.end()
+            if (ready.launch.cleared or ready.launch.copied) and compute is not None:
+                compute.end()  # no pass may be open
                 compute = None
             for index in ready.launch.cleared:
                 encoder.clear_buffer(memories[index].buffer)
+            for source, target, size in ready.launch.copied:
+                encoder.copy_buffer_to_buffer(
+                    memories[source.buffer].buffer,
+                    source.offset,
+                    memories[target.buffer].buffer,
+                    target.offset,
+                    size,
+                )
             compute = compute or encoder.begin_compute_pass()
             compute.set_pipeline(ready.pipeline.compute)
             compute.set_bind_group(0, group)
@@ -1014,6 +1052,16 @@ class Device:
             finally:
                 _destroy(held)
 
+    def compile(self, passes: Sequence[PassPlan]) -> None:
+        """Makes the pipelines of a plan's passes, and runs nothing.
+
+        Raises:
+          ShaderError: wgpu refuses a shader.
+        """
+        with self._lock:
+            for each in passes:
+                self._pipeline(each)
+
     def _pipeline(self, each: PassPlan) -> _Pipeline:
         kinds = tuple(bound.buffer for bound in each.bindings)
         key = (each.wgsl, kinds)
@@ -1041,8 +1089,8 @@ class Device:
             )
         except (wgpu.GPUError, RuntimeError) as error:
             raise ShaderError(
-                f"{each.label}: wgpu {wgpu.__version__} refuses the shader: {error}\n"
-                f"{_numbered(each.wgsl)}"
+                f"{each.label}: wgpu {wgpu.__version__} refuses the shader{_origin(each, error)}: "
+                f"{error}\n{_numbered(each.wgsl)}"
             ) from error
         self.counters["pipelines"] += 1
         made = self._pipelines[key] = _Pipeline(pipeline, layout)
@@ -1169,6 +1217,13 @@ def _packed(batch: Sequence[_Copy]) -> list[int]:
     """Offsets at which the copies of a batch lie behind each other."""
     ends = accumulate((_aligned(copy.data.nbytes, 8) for copy in batch), initial=0)
     return list(ends)[:-1]
+
+
+def _origin(dispatch: PassPlan, error: Exception) -> str:
+    """The template that WGSL was rendered from, and the line of it that an error is about."""
+    line = re.search(r"\bwgsl:(\d+):\d+", str(error))
+    place = f" (rendered line {line[1]})" if line else ""
+    return f" made of {dispatch.template}{place}" if dispatch.template else ""
 
 
 def _numbered(wgsl: str) -> str:

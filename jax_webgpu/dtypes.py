@@ -4,6 +4,9 @@ The storage rule is the manifest format's: a tensor of 8- or 16-bit integers or 
 32-bit word an element, int64 travels as an opaque pair of words.
 """
 
+import functools
+import math
+import re
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,7 +53,9 @@ TABLE = {
 # The 32-bit types that an int64 port may name as its `storage`.
 NARROW = ("int32", "uint32")
 
-WGSL_BYTES = {"f32": 4, "f16": 2, "i32": 4, "u32": 4}
+# What a port's `storage` applies to. The format gives it to int64; a type variable may admit
+# others beside it, and of these only whole numbers can be stored as such.
+WHOLE = frozenset({"int64", "int32", "int16", "int8", "uint32", "uint8"})
 
 # https://onnx.ai/onnx/api/mapping.html, TensorProto.DataType
 ONNX_CODES = {
@@ -63,13 +68,31 @@ ONNX_CODES = {
 }
 
 
+_SCALARS = {"f32": 4, "f16": 2, "i32": 4, "u32": 4, "f": 4, "h": 2, "i": 4, "u": 4}
+
+# Types that WGSL can share with the host: https://www.w3.org/TR/WGSL/#host-shareable-types, the
+# predeclared aliases (`vec4f`) among them. A struct is not: only its template knows its size.
+_ELEMENT = re.compile(
+    r"(?P<scalar>f32|f16|i32|u32)|atomic<(?P<atomic>i32|u32)>"
+    r"|vec(?P<lanes>[234])(?:<(?P<of>f32|f16|i32|u32)>|(?P<alias>[fhiu]))"
+    r"|mat(?P<columns>[234])x(?P<rows>[234])(?:<(?P<real>f32|f16)>|(?P<short>[fh]))"
+    r"|array<(?P<inner>.+),(?P<count>[1-9][0-9]{0,9})u?>"
+)
+
+# `array<array<...>>` goes deeper by a level each eight characters.
+_LONGEST = 128
+
+
+@functools.lru_cache(maxsize=1024)
 def wgsl_bytes(element: str) -> int:
-    """Bytes of one array element of a WGSL scalar or vector type, padding of vec3 included."""
-    if element in WGSL_BYTES:
-        return WGSL_BYTES[element]
-    head, _, rest = element.partition("<")
-    scalar = rest.removesuffix(">")
-    lanes = {"vec2": 2, "vec3": 4, "vec4": 4}.get(head)
-    if lanes is None or scalar not in WGSL_BYTES or not rest.endswith(">"):
-        raise ValueError(f"{element!r} is not a WGSL scalar or vector type of known size")
-    return lanes * WGSL_BYTES[scalar]
+    """Bytes from one array element of a WGSL type to the next; `ValueError` if it is none."""
+    text = re.sub(r"\s", "", element)
+    found = _ELEMENT.fullmatch(text) if len(text) <= _LONGEST else None
+    if found is None:
+        raise ValueError(f"{element[:80]!r} is not a WGSL scalar, vector, matrix or array")
+    if found["count"]:
+        return wgsl_bytes(found["inner"]) * int(found["count"])
+    scalar = next(filter(None, found.group("scalar", "atomic", "of", "alias", "real", "short")))
+    # Three lanes take the room of four, in a vector as in a matrix's column.
+    sizes = (2 if found[lanes] == "2" else 4 for lanes in ("lanes", "rows") if found[lanes])
+    return _SCALARS[scalar] * math.prod(sizes) * int(found["columns"] or 1)

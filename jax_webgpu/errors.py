@@ -39,3 +39,15 @@ class ShaderError(DeviceError):
 
 class DTypeError(JaxWebGPUError, TypeError):
     """An argument is of a kind or a dtype that the operator does not take."""
+
+
+class DerivativeError(JaxWebGPUError, NotImplementedError):
+    """A kernel that was loaded has no derivative; the text says how to give it one."""
+
+
+class HubError(JaxWebGPUError, OSError):
+    """The Hub could not be reached, or does not have what was asked for; the cause tells more."""
+
+
+class MissingExtraError(JaxWebGPUError, ImportError):
+    """A package is not installed that an extra of this one brings; the text names the extra."""

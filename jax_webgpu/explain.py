@@ -43,7 +43,9 @@ def explain(f: Callable[..., Any], *args: Any, device: str | None = None, **kwar
       DeviceError: the device cannot run one of the calls.
     """
     capabilities = on_device(device)
-    static = {key: value for key, value in kwargs.items() if isinstance(value, bool | int | str)}
+    static = {
+        key: value for key, value in kwargs.items() if isinstance(value, bool | int | float | str)
+    }
     traced = {key: value for key, value in kwargs.items() if key not in static}
     jaxpr = jax.make_jaxpr(functools.partial(f, **static))(*args, **traced)
     found = [*_found(jaxpr.jaxpr, capabilities)]

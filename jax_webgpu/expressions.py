@@ -1,6 +1,6 @@
 """Text to a checked expression of the manifest format.
 
-Jinja2 parses; its syntax tree is then compiled once into closures with the format's own semantics
+The syntax tree of Jinja's grammar is compiled once into closures with the format's own semantics
 (`values`). Jinja2's evaluator is not used, because its rules are Python's and because nothing in a
 manifest may reach Python: the only things that can be called are functions put into the scope.
 """
@@ -12,14 +12,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import jinja2
-from jinja2 import lexer, nodes
-from jinja2.parser import Parser
+from jinja2 import nodes
 
-from jax_webgpu import values
+from jax_webgpu import grammar, values
 from jax_webgpu.errors import ExpressionError
 from jax_webgpu.helpers import HELPERS
-from jax_webgpu.values import UNDEFINED, show, truthy
+from jax_webgpu.values import METER, UNDEFINED, show, spend, truthy
 
 Scope = Mapping[str, Any]
 Evaluator = Callable[[Scope], Any]
@@ -27,6 +25,9 @@ Evaluator = Callable[[Scope], Any]
 
 # Deeper trees are refused, so that walking one never overflows Python's stack.
 MAX_DEPTH = 200
+
+# Among the names that an expression reads, for all derived values.
+EVERY = "*"
 
 
 @dataclass(frozen=True)
@@ -37,12 +38,19 @@ class Expression:
     node: nodes.Expr = field(compare=False, repr=False)
     evaluator: Evaluator = field(compare=False, repr=False)
     names: frozenset[str] = field(compare=False, repr=False)
-    """Bare names that must exist where it is evaluated."""
-    derived: frozenset[str] = field(compare=False, repr=False)
-    """The NAMEs read as `derive.NAME`."""
+    """Bare names that must exist where it is evaluated: it does not ask whether they do."""
+    reads: frozenset[str] = field(compare=False, repr=False)
+    """All that it may read: bare names and the NAMEs of `derive.NAME`; `EVERY` for any of these."""
+    size: int = field(compare=False, repr=False)
+    """The nodes of its tree."""
 
     def __call__(self, scope: Scope) -> Any:
         """Evaluates in `scope`; raises `ExpressionError`."""
+        meter = scope.get(METER)
+        if meter is not None:
+            meter.left -= self.size
+            if meter.left < 0:
+                meter.spend(0)
         return self.evaluator(scope)
 
     @functools.cached_property
@@ -72,50 +80,22 @@ class Expression:
 def parse(text: str) -> Expression:
     """Parses one expression; raises `ExpressionError` for what the format does not have."""
     try:
-        parser = Parser(_environment, "")
-        parser.stream = lexer.TokenStream(_environment.lexer.wrap(_tokens(text)), None, None)
-        node = parser.parse_expression()
-        if not parser.stream.eos:
-            raise ExpressionError(f"unexpected {parser.stream.current} in `{text}`")
-        return _expression(node, text)
+        return _expression(grammar.parse(text), text)
     except ExpressionError:
         raise
-    except jinja2.TemplateSyntaxError as error:
-        raise ExpressionError(f"{error.message} in `{text}`") from None
     except RecursionError:
         raise ExpressionError("the expression is nested too deeply") from None
     except ValueError as error:  # a number of thousands of digits
         raise ExpressionError(str(error)) from None
 
 
-# Jinja's own tokens, all in one pattern: Jinja tries them in turn, which takes longer than parsing.
-_TOKEN = re.compile(
-    rf"(?P<whitespace>{lexer.whitespace_re.pattern})"
-    rf"|(?P<float>(?ix:{lexer.float_re.pattern}))"
-    rf"|(?P<integer>(?ix:{lexer.integer_re.pattern}))"
-    r"|(?P<name>\w+)"
-    rf"|(?P<string>(?s:{lexer.string_re.pattern}))"
-    rf"|(?P<operator>{lexer.operator_re.pattern})"
-)
-
-
-def _tokens(text: str) -> Iterator[tuple[int, str, str]]:
-    """The tokens of an expression: line, kind and text of each."""
-    at = 0
-    for match in _TOKEN.finditer(text):
-        if match.start() > at:
-            break
-        at = match.end()
-        yield 1, str(match.lastgroup), match.group()
-    if at < len(text):
-        raise ExpressionError(f"unexpected {text[at]!r} in `{text}`")
-
-
 def _expression(node: nodes.Expr, text: str | None = None) -> Expression:
     compiler = Compiler()
     evaluator = compiler.compile(node)
-    names, derived = frozenset(compiler.names), frozenset(compiler.derived)
-    return Expression(source(node) if text is None else text, node, evaluator, names, derived)
+    names = frozenset(compiler.names - compiler.tested)
+    reads = frozenset(compiler.names | compiler.tested | compiler.derived)
+    text = source(node) if text is None else text
+    return Expression(text, node, evaluator, names, reads, compiler.size)
 
 
 def _attempt(node: nodes.Expr, scope: Scope) -> str:
@@ -127,11 +107,20 @@ def _attempt(node: nodes.Expr, scope: Scope) -> str:
 
 
 def _conjuncts(node: nodes.Expr) -> Iterator[nodes.Expr]:
-    if isinstance(node, nodes.And):
-        yield from _conjuncts(node.left)
-        yield from _conjuncts(node.right)
-    else:
-        yield node
+    for operand in _operands(node, nodes.And):
+        if isinstance(operand, nodes.And):
+            yield from _conjuncts(operand)
+        else:
+            yield operand
+
+
+def _operands(node: nodes.Expr, kind: type[nodes.BinExpr]) -> list[nodes.Expr]:
+    """The operands of `a and b and c`, which is a tree that leans to the left."""
+    found = []
+    while isinstance(node, kind):
+        found.append(node.right)
+        node = node.left
+    return [node, *reversed(found)]
 
 
 def _leaves(node: nodes.Node) -> Iterator[nodes.Expr]:
@@ -161,18 +150,10 @@ _COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
 }
 
 
-def _subtract(a: Any, b: Any) -> Any:
-    return values.number(values.need_number(a, "-") - values.need_number(b, "-"))
-
-
-def _multiply(a: Any, b: Any) -> Any:
-    return values.number(values.need_number(a, "*") * values.need_number(b, "*"))
-
-
 _ARITHMETIC: dict[type[nodes.Node], Callable[[Any, Any], Any]] = {
     nodes.Add: values.add,
-    nodes.Sub: _subtract,
-    nodes.Mul: _multiply,
+    nodes.Sub: values.subtract,
+    nodes.Mul: values.multiply,
     nodes.Div: values.divide,
     nodes.Mod: values.remainder,
 }
@@ -205,6 +186,8 @@ def _join(value: Any, separator: Any = "") -> str:
     return values.concatenated(values.need_list(value, "join"), values.to_text(separator))
 
 
+_NO_KEYWORDS: dict[str, Any] = {}
+
 # With the number of arguments that each takes at most.
 _FILTERS: dict[str, tuple[Callable[..., Any], int]] = {
     "default": (lambda value, other="": other if value is UNDEFINED else value, 1),
@@ -212,6 +195,11 @@ _FILTERS: dict[str, tuple[Callable[..., Any], int]] = {
     "int": (_int, 0),
     "join": (_join, 1),
 }
+
+
+@functools.cache
+def _method(kind: type[nodes.Node]) -> str:
+    return f"_{kind.__name__.lower()}"
 
 
 class Compiler:
@@ -223,16 +211,21 @@ class Compiler:
     def __init__(self, lenient: bool = False):
         self.lenient = lenient
         self.names: set[str] = set()
-        """Bare names, without those that are only tested for being defined."""
+        """Bare names that are read."""
+        self.tested: set[str] = set()
+        """Bare names that are asked to be defined; elsewhere they may be read too."""
         self.derived: set[str] = set()
-        """The NAMEs of `derive.NAME`."""
+        """The NAMEs of `derive.NAME`; `EVERY` where which one is not known."""
+        self.size = 0
+        """The nodes compiled so far."""
         self._depth = 0
 
     def compile(self, node: nodes.Node) -> Evaluator:
         """The closure; raises `ExpressionError` for a node that the format does not have."""
-        make = getattr(self, f"_{type(node).__name__.lower()}", None)
+        make = getattr(self, _method(type(node)), None)
         if make is None:
             raise ExpressionError(f"{type(node).__name__} is not in the manifest format")
+        self.size += 1
         self._depth += 1
         if self._depth > MAX_DEPTH:
             raise ExpressionError("the expression is nested too deeply")
@@ -242,11 +235,15 @@ class Compiler:
 
     def _const(self, node: nodes.Const) -> Evaluator:
         value = values.number(node.value) if values.is_number(node.value) else node.value
+        if isinstance(value, str) and not value.isascii():
+            values.need_unicode(value)
         return lambda scope: value
 
     def _name(self, node: nodes.Name) -> Evaluator:
         name = node.name
         self.names.add(name)
+        if name == "derive":
+            self.derived.add(EVERY)
         if self.lenient:
             return lambda scope: scope.get(name, UNDEFINED)
 
@@ -261,6 +258,7 @@ class Compiler:
     def optional(self, node: nodes.Expr) -> Evaluator:
         """As `compile`, for a place where a bare name may be missing."""
         if isinstance(node, nodes.Name):
+            self.tested.add(node.name)
             return lambda scope: scope.get(node.name, UNDEFINED)
         return self.compile(node)
 
@@ -269,10 +267,21 @@ class Compiler:
         return self.compile(node)
 
     def _getattr(self, node: nodes.Getattr) -> Evaluator:
-        of, key = self.compile(node.node), node.attr
+        key = node.attr
         if isinstance(node.node, nodes.Name) and node.node.name == "derive":
             self.derived.add(key)
-        return lambda scope: values.lookup(of(scope), key)
+            self.names.add("derive")
+            return lambda scope: values.lookup(scope["derive"], key)
+        of = self.compile(node.node)
+        lookup = values.lookup
+
+        def member(scope: Scope) -> Any:
+            container = of(scope)
+            if container.__class__ is dict:
+                return container.get(key, UNDEFINED)
+            return lookup(container, key)
+
+        return member
 
     def _getitem(self, node: nodes.Getitem) -> Evaluator:
         if isinstance(node.arg, nodes.Slice):
@@ -299,6 +308,7 @@ class Compiler:
                 raise ExpressionError("a slice cannot have the step 0")
             if not isinstance(value, str):
                 value = list(values.need_list(value, "a slice"))
+            spend(scope, value)
             return value[start:stop:step]
 
         return cut
@@ -307,21 +317,21 @@ class Compiler:
         if node.dyn_args is not None or node.dyn_kwargs is not None:
             raise ExpressionError("calls with * or ** are not in the manifest format")
         function = self.compile(node.node)
-        name = source(node.node)
         arguments = [self.compile(argument) for argument in node.args]
         keywords = [(keyword.key, self.compile(keyword.value)) for keyword in node.kwargs]
 
         def call(scope: Scope) -> Any:
             callee = function(scope)
             if not callable(callee):
-                raise ExpressionError(f"{name} is {show(callee)}, not a function")
+                raise ExpressionError(f"{source(node.node)} is {show(callee)}, not a function")
+            given = [argument(scope) for argument in arguments]
+            named = {key: value(scope) for key, value in keywords} if keywords else _NO_KEYWORDS
             try:
-                return callee(
-                    *[argument(scope) for argument in arguments],
-                    **{key: value(scope) for key, value in keywords},
-                )
+                result = callee(*given, **named)
             except TypeError as error:
-                raise ExpressionError(f"{name}: {error}") from None
+                raise ExpressionError(f"{source(node.node)}: {error}") from None
+            spend(scope, result, *given)
+            return result
 
         return call
 
@@ -335,7 +345,14 @@ class Compiler:
             raise ExpressionError(f"filter {node.name} takes at most {most} arguments")
         of = (self.defaulted if node.name == "default" else self.compile)(node.node)
         arguments = [self.compile(argument) for argument in node.args]
-        return lambda scope: function(of(scope), *[argument(scope) for argument in arguments])
+
+        def filtered(scope: Scope) -> Any:
+            value = of(scope)
+            result = function(value, *[argument(scope) for argument in arguments])
+            spend(scope, value, result)
+            return result
+
+        return filtered
 
     def _test(self, node: nodes.Test) -> Evaluator:
         if node.name not in _TESTS or node.args or node.kwargs or node.dyn_args or node.dyn_kwargs:
@@ -347,22 +364,36 @@ class Compiler:
         return lambda scope: test(of(scope))
 
     def _and(self, node: nodes.And) -> Evaluator:
-        left, right = self.compile(node.left), self.compile(node.right)
+        *first, last = self._chain(node)
 
-        def both(scope: Scope) -> Any:
-            value = left(scope)
-            return right(scope) if truthy(value) else value
+        def all_(scope: Scope) -> Any:
+            for operand in first:
+                value = operand(scope)
+                if value is not True and not truthy(value):
+                    return value
+            return last(scope)
 
-        return both
+        return all_
 
     def _or(self, node: nodes.Or) -> Evaluator:
-        left, right = self.compile(node.left), self.compile(node.right)
+        *first, last = self._chain(node)
 
-        def either(scope: Scope) -> Any:
-            value = left(scope)
-            return value if truthy(value) else right(scope)
+        def any_(scope: Scope) -> Any:
+            for operand in first:
+                value = operand(scope)
+                if value is True or truthy(value):
+                    return value
+            return last(scope)
 
-        return either
+        return any_
+
+    def _chain(self, node: nodes.BinExpr) -> list[Evaluator]:
+        """The operands, as deep in the tree as they are many."""
+        operands = _operands(node, type(node))
+        self._depth += len(operands)
+        compiled = [self.compile(operand) for operand in operands]
+        self._depth -= len(operands)
+        return compiled
 
     def _not(self, node: nodes.Not) -> Evaluator:
         of = self.compile(node.node)
@@ -371,11 +402,22 @@ class Compiler:
     def _compare(self, node: nodes.Compare) -> Evaluator:
         first = self.compile(node.expr)
         steps = [(_COMPARISONS[step.op], self.compile(step.expr)) for step in node.ops]
+        if len(steps) == 1 and node.ops[0].op not in ("in", "notin"):
+            ((compare, second),) = steps
+
+            def once(scope: Scope) -> bool:
+                left, right = first(scope), second(scope)
+                if left.__class__ is str or right.__class__ is str:
+                    spend(scope, left, right)
+                return compare(left, right)
+
+            return once
 
         def chain(scope: Scope) -> bool:
             left = first(scope)
             for holds, operand in steps:
                 right = operand(scope)
+                spend(scope, left, right)
                 if not holds(left, right):
                     return False
                 left = right
@@ -386,7 +428,16 @@ class Compiler:
     def _arithmetic(self, node: nodes.BinExpr) -> Evaluator:
         operate = _ARITHMETIC[type(node)]
         left, right = self.compile(node.left), self.compile(node.right)
-        return lambda scope: operate(left(scope), right(scope))
+        if operate is not values.add:
+            return lambda scope: operate(left(scope), right(scope))
+
+        def add(scope: Scope) -> Any:
+            result = operate(left(scope), right(scope))
+            if result.__class__ is not int:
+                spend(scope, result)
+            return result
+
+        return add
 
     _add = _sub = _mul = _div = _mod = _arithmetic
 
@@ -400,7 +451,13 @@ class Compiler:
 
     def _concat(self, node: nodes.Concat) -> Evaluator:
         parts = [self.compile(part) for part in node.nodes]
-        return lambda scope: values.concatenated(part(scope) for part in parts)
+
+        def concatenate(scope: Scope) -> str:
+            result = values.concatenated([part(scope) for part in parts])
+            spend(scope, result)
+            return result
+
+        return concatenate
 
     def _condexpr(self, node: nodes.CondExpr) -> Evaluator:
         test, then = self.compile(node.test), self.compile(node.expr1)
@@ -416,10 +473,6 @@ class Compiler:
     def _dict(self, node: nodes.Dict) -> Evaluator:
         pairs = [(self.compile(pair.key), self.compile(pair.value)) for pair in node.items]
         return lambda scope: {values.to_text(key(scope)): value(scope) for key, value in pairs}
-
-
-# The environment only parses. Its optimiser would fold constants by Python's rules.
-_environment = jinja2.Environment(optimized=False)
 
 
 # ---- source -------------------------------------------------------------------------------------

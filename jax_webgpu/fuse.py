@@ -18,6 +18,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching
 
 from jax_webgpu import generate, primitive
+from jax_webgpu.errors import DTypeError
 from jax_webgpu.generate import Constant, Step
 from jax_webgpu.group import Group, Operation, Runner
 from jax_webgpu.partition import Node, order, partition
@@ -52,8 +53,11 @@ def fuse(
       `shard_map`, and be part of other functions, fused ones too.
 
     Raises:
+      TypeError: `f` is no function, or a static argument is no name or number of one.
       ValueError, TypeError: when it is called, as `f` would under `jax.jit`.
     """
+    if not callable(f):
+        raise DTypeError(f"f must be a function, got {type(f).__name__}")
 
     @functools.wraps(f)
     def traced(*args: Any, **kwargs: Any) -> Any:
@@ -68,23 +72,34 @@ def fuse(
 
         return _fused(of_arrays, *(leaves[at] for at in dynamic))
 
-    return jax.jit(traced, static_argnums=static_argnums, static_argnames=static_argnames)
+    try:
+        return jax.jit(traced, static_argnums=static_argnums, static_argnames=static_argnames)
+    except (TypeError, ValueError) as error:
+        raise DTypeError(
+            f"static_argnums is {static_argnums!r} and static_argnames {static_argnames!r}: {error}"
+        ) from None
 
 
-def _fused(f: Callable[..., Any], *args: Any) -> Any:
-    """`f(*args)`, its operators in groups."""
+def _fused(f: Callable[..., Any], *args: Any, tangents: int = 0) -> Any:
+    """`f(*args)`, its operators in groups; see `_grouped`."""
     closed, shape = jax.make_jaxpr(f, return_shape=True)(*args)
-    results = jaxpr_as_fun(_grouped(closed))(*jax.tree.leaves(args))
+    results = jaxpr_as_fun(_grouped(closed, tangents))(*jax.tree.leaves(args))
     return jax.tree.unflatten(jax.tree.structure(shape), results)
 
 
 # ---- the graph ----------------------------------------------------------------------------------
 
 
-def _grouped(closed: Any) -> Any:
-    """The jaxpr with an equation for each group."""
+def _grouped(closed: Any, tangents: int = 0) -> Any:
+    """The jaxpr with an equation for each group.
+
+    In the last `tangents` arguments the function is linear, and JAX may yet take it apart into what
+    depends on them and what does not. It takes a group as a whole, so what depends on none and is
+    needed outside of the group is computed apart.
+    """
     flat = _flattened(closed)
     jaxpr = flat.jaxpr
+    linear = _reached(jaxpr, jaxpr.invars[len(jaxpr.invars) - tangents :])
     equations = [_with_bodies_grouped(equation) for equation in _needed(jaxpr)]
     numbers: dict[Any, int] = {}
     nodes = _nodes(equations, numbers)
@@ -100,15 +115,41 @@ def _grouped(closed: Any) -> Any:
         inside = dict.fromkeys(value for at in unit for value in nodes[at].writes)
         read = dict.fromkeys(value for at in unit for value in nodes[at].reads)
         outside = {v for at, each in enumerate(nodes) if at not in unit for v in each.reads}
-        made.append(
-            _group_equation(
-                jaxpr,
-                [equations[at] for at in unit],
-                [variables[value] for value in read if value not in inside],
-                [variables[value] for value in inside if value in outside | results],
-            )
-        )
+        members = [equations[at] for at in unit]
+        writes = [variables[value] for value in inside if value in outside | results]
+        reads = [variables[value] for value in read if value not in inside]
+        if not linear.isdisjoint(reads):
+            made += _apart(jaxpr, members, [each for each in writes if each not in linear])
+            writes = [each for each in writes if each in linear]
+        if writes:
+            made.append(_group_equation(jaxpr, members, reads, writes))
     return ClosedJaxpr(jaxpr.replace(eqns=made), flat.consts)
+
+
+def _reached(jaxpr: Any, variables: Iterable[Any]) -> set[Any]:
+    """The variables that depend on these, and these."""
+    reached = set(variables)
+    for equation in jaxpr.eqns:
+        if any(not isinstance(each, Literal) and each in reached for each in equation.invars):
+            reached |= {*equation.outvars}
+    return reached
+
+
+def _apart(jaxpr: Any, members: Sequence[Any], writes: Sequence[Any]) -> list[Any]:
+    """What some values of a group are made by, as a group of its own if an operator is in it."""
+    needed = set(writes)
+    kept = []
+    for equation in reversed(members):
+        if needed & set(equation.outvars):
+            kept.append(equation)
+            needed |= {each for each in equation.invars if not isinstance(each, Literal)}
+    kept.reverse()
+    if not any(True for _ in itertools.chain.from_iterable(map(_operators_of, kept))):
+        return kept
+    inside = {each for equation in kept for each in equation.outvars}
+    atoms = [each for equation in kept for each in equation.invars]
+    read = dict.fromkeys(each for each in atoms if not isinstance(each, Literal))
+    return [_group_equation(jaxpr, kept, [each for each in read if each not in inside], writes)]
 
 
 def _group_equation(
@@ -580,10 +621,7 @@ def _jvp(
     """
     results = _group.bind(*primals, jaxpr=jaxpr, call=call)
     moving = [at for at, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
-    reached = {jaxpr.jaxpr.invars[at] for at in moving}
-    for equation in jaxpr.jaxpr.eqns:
-        if any(not isinstance(each, Literal) and each in reached for each in equation.invars):
-            reached |= {*equation.outvars}
+    reached = _reached(jaxpr.jaxpr, (jaxpr.jaxpr.invars[at] for at in moving))
     moved = [
         at
         for at, variable in enumerate(jaxpr.jaxpr.outvars)
@@ -598,7 +636,8 @@ def _jvp(
 
         return jax.jvp(of, [primals[at] for at in moving], tangents)[1]
 
-    changes = iter(_fused(tangent, primals, [tangents[at] for at in moving]) if moved else ())
+    given = [tangents[at] for at in moving]
+    changes = iter(_fused(tangent, primals, given, tangents=len(given)) if moved else ())
     return results, [
         next(changes) if at in moved else ad.Zero(jax.typeof(result).to_tangent_aval())
         for at, result in enumerate(results)

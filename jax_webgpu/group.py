@@ -13,7 +13,7 @@ import numpy as np
 
 from jax_webgpu import device, generate, program, runtime
 from jax_webgpu.capabilities import Capabilities
-from jax_webgpu.errors import CallError, LimitError
+from jax_webgpu.errors import LimitError
 from jax_webgpu.generate import Constant, Step
 from jax_webgpu.plan import Buffer, Plan
 from jax_webgpu.program import Call, Program
@@ -279,8 +279,7 @@ def _planned(
         plan = step.operator.plan(step.resolved, capabilities)
     except LimitError:
         return None
-    if plan.unwritten:
-        raise CallError(f"{plan.label}: no pass writes {', '.join(plan.unwritten)}")
+    plan.check_written()
     ports = [*zip(step.results, plan.outputs, strict=True)]
     ports += [
         (number, port)

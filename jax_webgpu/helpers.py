@@ -49,7 +49,7 @@ def ceil_div(a: Any, b: Any) -> int | float:
 def _numbers(values: tuple[Any, ...], what: str) -> list[int | float]:
     """The numbers; NaN alone where one is NaN."""
     numbers = [need_number(value, what) for value in values]
-    return [math.nan] if any(map(math.isnan, numbers)) else numbers
+    return [math.nan] if any(value != value for value in numbers) else numbers
 
 
 def minimum(*values: Any) -> int | float:
@@ -74,9 +74,11 @@ def power(base: Any, exponent: Any) -> int | float:
 
 def log2ceil(x: Any) -> int:
     value = ceil(x)
+    if value <= 1:
+        return 0
     if not isinstance(value, int):
         raise ExpressionError(f"log2ceil takes a finite number, got {show(x)}")
-    return (value - 1).bit_length() if value > 1 else 0
+    return (value - 1).bit_length()
 
 
 def pow2ceil(x: Any) -> int | float:
@@ -88,7 +90,10 @@ def _shape(shape: Any, what: str) -> list[int]:
 
 
 def _product(sizes: list[int]) -> int | float:
-    return number(math.prod(sizes))
+    product: int | float = 1
+    for size in sizes:  # each product is rounded: whole numbers without end would take too long
+        product = number(product * size)
+    return product
 
 
 def _axis(shape: list[int], axis: Any, what: str) -> int:
@@ -133,6 +138,7 @@ def prefix(shape: Any, n: Any) -> list[Any]:
 
 
 def suffix(shape: Any, n: Any) -> list[Any]:
+    """The last `n` elements: a number of them, as in `prefix`, and not where they begin."""
     elements = list(need_list(shape, "suffix"))
     return elements[max(0, len(elements) - _count(n, "suffix")) :]
 
@@ -152,7 +158,7 @@ def move_axis(shape: Any, source: Any, target: Any) -> list[int]:
 def permute_shape(shape: Any, permutation: Any) -> list[int]:
     sizes, order = _shape(shape, "permuteShape"), _shape(permutation, "permuteShape")
     if sorted(order) != list(range(len(sizes))):
-        raise ExpressionError(f"permuteShape: {order} is no permutation of {len(sizes)} axes")
+        raise ExpressionError(f"permuteShape: {show(order)} is no permutation of {len(sizes)} axes")
     return [sizes[axis] for axis in order]
 
 
@@ -166,7 +172,7 @@ def _broadcast(a: list[int], b: list[int], what: str) -> list[int]:
     result = []
     for left, right in pairs:
         if left != right and 1 not in (left, right):
-            raise ExpressionError(f"{what}: {a} and {b} do not broadcast")
+            raise ExpressionError(f"{what}: {show(a)} and {show(b)} do not broadcast")
         result.append(right if left == 1 else left)
     return result
 
@@ -191,7 +197,7 @@ def matmul_shape(a: Any, b: Any) -> list[int]:
     rows_ = left[-2:-1]
     columns = right[-1:] if len(right) > 1 else []
     if left[-1] != (right[-2] if len(right) > 1 else right[0]):
-        raise ExpressionError(f"matmulShape: {left} and {right} do not fit")
+        raise ExpressionError(f"matmulShape: {show(left)} and {show(right)} do not fit")
     return _broadcast(left[:-2], right[:-2], "matmulShape") + rows_ + columns
 
 
@@ -216,6 +222,10 @@ def axis_value(values: Any, axes: Any, axis: Any, rank: Any, default: Any) -> An
 
 
 def is_unique_int_list(values: Any, low: Any, high: Any, modulus: Any = 0) -> bool:
+    """Whether the elements are whole numbers from `low` to `high`, both included, and differ.
+
+    With a modulus they differ modulo it: as axes of a tensor of that rank.
+    """
     if not is_sequence(values):
         return False
     low, high = need_number(low, "isUniqueIntList"), need_number(high, "isUniqueIntList")

@@ -4,6 +4,7 @@ This module and `fuse` are the only ones that import JAX's unstable parts.
 """
 
 import atexit
+import contextlib
 import copy
 import functools
 import os
@@ -22,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_webgpu import config, device, variants
 from jax_webgpu.capabilities import IDEAL
-from jax_webgpu.errors import CallError
+from jax_webgpu.errors import CallError, DeviceError
 from jax_webgpu.resolve import Pairs, Resolved, Tensor
 from jax_webgpu.runtime import Dispatcher, Operator
 
@@ -89,7 +90,7 @@ Spec = tuple[tuple[str, ...], ...]
 
 
 class Rules(Protocol):
-    """What an operator's file tells JAX of it: a class whose methods are all static.
+    """What an operator's file tells JAX of it: an object, or a class with static methods.
 
     `operands` are arrays or tracers in the primitive's order; a tangent or cotangent that is zero
     is None.
@@ -97,24 +98,20 @@ class Rules(Protocol):
 
     operator: Operator
 
-    @staticmethod
-    def resolve(call: Call, tensors: tuple[Tensor, ...]) -> Resolved:
+    def resolve(self, call: Call, tensors: tuple[Tensor, ...]) -> Resolved:
         """The call for the engine; raises `ValueError` for what is the caller's mistake."""
 
-    @staticmethod
-    def results(call: Call, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def results(self, call: Call, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """The outputs as JAX has them."""
 
-    @staticmethod
-    def narrow(call: Call, *operands: Any) -> tuple[Call, Sequence[Any]]:
+    def narrow(self, call: Call, *operands: Any) -> tuple[Call, Sequence[Any]]:
         """The call and the operands that cross to the host: of large ones what the call reads."""
 
-    @staticmethod
-    def reference(call: Call, *operands: Any) -> Sequence[Any]:
+    def reference(self, call: Call, *operands: Any) -> Sequence[Any]:
         """The operator in plain JAX."""
 
-    @staticmethod
     def partition(
+        self,
         call: Call,
         shapes: Sequence[tuple[int, ...]],
         specs: Sequence[Spec],
@@ -125,18 +122,17 @@ class Rules(Protocol):
         `specs` are the operands' shardings as they come, `sizes` the mesh's.
         """
 
-    @staticmethod
     def batch(
-        call: Call, operands: Sequence[Any], axes: Sequence[int | None], size: int
+        self, call: Call, operands: Sequence[Any], axes: Sequence[int | None], size: int
     ) -> tuple[Sequence[Any], Sequence[int]]:
         """The outputs for a whole batch along `axes`, and their batch axes."""
 
-    @staticmethod
-    def jvp(call: Call, operands: Sequence[Any], tangents: Sequence[Any]) -> Sequence[Any]:
+    def jvp(self, call: Call, operands: Sequence[Any], tangents: Sequence[Any]) -> Sequence[Any]:
         """The outputs' tangents."""
 
-    @staticmethod
-    def transpose(call: Call, cotangents: Sequence[Any], operands: Sequence[Any]) -> Sequence[Any]:
+    def transpose(
+        self, call: Call, cotangents: Sequence[Any], operands: Sequence[Any]
+    ) -> Sequence[Any]:
         """The cotangents of the operands that are `jax.ShapeDtypeStruct`s; None for others."""
 
 
@@ -144,7 +140,7 @@ class Rules(Protocol):
 class Registered:
     """An operator that JAX knows."""
 
-    rules: type[Rules]
+    rules: Rules
     primitive: Primitive
 
     @property
@@ -189,7 +185,7 @@ class Registered:
 _registered: dict[Primitive, Registered] = {}
 
 
-def register(rules: type[Rules]) -> Registered:
+def register(rules: Rules) -> Registered:
     """Makes an operator a JAX primitive that evaluates, lowers, batches and differentiates."""
     primitive = Primitive(rules.operator.name)
     primitive.multiple_results = True
@@ -298,8 +294,9 @@ def _abstract_eval(registered: Registered, *avals: Any, call: Call) -> list[Any]
                 )
         variants.select(registered.resolve(call, tensors), IDEAL)
     # From an input's aval rather than anew: it carries the sharding and the varying mesh axes.
+    like = avals[0] if avals else jax.core.ShapedArray((), np.dtype(np.float32))
     return [
-        avals[0].update(shape=result.shape, dtype=np.dtype(result.dtype), weak_type=False)
+        like.update(shape=result.shape, dtype=np.dtype(result.dtype), weak_type=False)
         for result in registered.rules.results(call, tensors)
     ]
 
@@ -342,10 +339,20 @@ def _cross(registered: Registered, on_cpu: bool, *arrays: Any, call: Call) -> Se
     made = wanted if tensors == given else registered.rules.results(call, tensors)
     results = [jax.ShapeDtypeStruct(each.shape, np.dtype(each.dtype)) for each in made]
     resolved = registered.resolve(call, tensors)
+    _plan_early(registered.operator, resolved)
     dispatch = Dispatcher(registered.operator, resolved, call.static)
     host = functools.partial(_host, dispatch, call.placed)
     crossed = cross(call, on_cpu, host, results, *operands, *place)
     return [each.astype(result.dtype) for each, result in zip(crossed, wanted, strict=True)]
+
+
+def _plan_early(operator: Operator, resolved: Resolved) -> None:
+    """Raises what is the caller's mistake: raised in a callback, it comes inside an error of JAX's.
+
+    What is the device's, or that there is none, is told when the call runs.
+    """
+    with contextlib.suppress(DeviceError):
+        operator.plan(resolved, device.get().capabilities).check_written()
 
 
 def cross(
@@ -534,7 +541,7 @@ def _refuse(event: str, duration_secs: float, **about: Any) -> None:
 
 
 def _batch(
-    rules: type[Rules], operands: Sequence[Any], axes: Sequence[Any], *, call: Call
+    rules: Rules, operands: Sequence[Any], axes: Sequence[Any], *, call: Call
 ) -> tuple[Sequence[Any], Sequence[int]]:
     operands = own(call, operands)
     axes = [axis if isinstance(axis, int) else None for axis in own(call, axes)]
@@ -560,7 +567,7 @@ def _jvp(
 
 
 def _transpose(
-    rules: type[Rules], cotangents: Sequence[Any], *operands: Any, call: Call
+    rules: Rules, cotangents: Sequence[Any], *operands: Any, call: Call
 ) -> Sequence[Any]:
     place, operands = operands[len(own(call, operands)) :], tuple(own(call, operands))
     linear = [operand.aval if ad.is_undefined_primal(operand) else None for operand in operands]

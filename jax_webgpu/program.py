@@ -48,6 +48,8 @@ class Launch:
     """Of each binding; None where it holds data of its own."""
     cleared: tuple[int, ...] = ()
     """The buffers that are zeroed before it."""
+    copied: tuple[tuple[Place, Place, int], ...] = ()
+    """What is copied before it: from where, to where and how many bytes, a multiple of 4."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,7 +78,8 @@ def link(
     """Makes plans into a program.
 
     Arrays that come from the host share a buffer, and those that go there, so that the host maps
-    few: unless it would be too large, or a dispatch would read and write it at once.
+    few: unless it would be too large, or a dispatch would read and write it at once. What is an
+    input and an output at once is copied first.
 
     Args:
       label: for people.
@@ -88,9 +91,12 @@ def link(
     most = min((call.plan.capabilities.limit("maxBufferSize") for call in calls), default=0)
     memory = _Memory()
     read = {array for call in calls for array in call.inputs}
-    home = memory.pack({array: sizes.get(array, _LEAST) for array in inputs}, most)
-    home |= memory.pack({array: sizes[array] for array in outputs if array not in read}, most)
-    home |= {array: memory.take(sizes[array]) for array in outputs if array in read}
+    apart = _apart(calls)
+    home = memory.pack({a: sizes.get(a, _LEAST) for a in inputs if a not in apart}, most)
+    home |= {a: memory.take(sizes.get(a, _LEAST)) for a in inputs if a in apart}
+    apart |= read
+    home |= memory.pack({a: sizes[a] for a in outputs if a not in apart}, most)
+    home |= {a: memory.take(sizes[a]) for a in outputs if a in apart}
     stays = {*home}
     last = {array: at for at, call in enumerate(calls) for array in (*call.inputs, *call.outputs)}
     launches: list[Launch] = []
@@ -98,13 +104,16 @@ def link(
         plan = call.plan
         home |= {a: memory.take(sizes[a]) for a in call.outputs if a not in home}
         own = {each.name: memory.take(_bound(plan, each.name)) for each in plan.intermediates}
-        arrays = zip((*plan.inputs, *plan.outputs), (*call.inputs, *call.outputs), strict=True)
-        places = own | {each.name: home[array] for each, array in arrays}
+        before = {e.name: home[a] for e, a in zip(plan.inputs, call.inputs, strict=True)}
+        after = {e.name: home[a] for e, a in zip(plan.outputs, call.outputs, strict=True)}
+        both = (each for each in plan.outputs if each.name in before)
+        copied = tuple((before[e.name], after[e.name], e.size) for e in both if e.size)
+        places = own | before | after
         cleared = tuple(places[each.name].buffer for each in plan.intermediates if each.zero_init)
         for each in plan.passes:
             at_home = tuple(places[b.source] if b.source else None for b in each.bindings)
-            launches.append(Launch(each, at_home, cleared))
-            cleared = ()
+            launches.append(Launch(each, at_home, cleared, copied))
+            cleared = copied = ()
         memory.give_back(own.values())
         over = {array for array in (*call.inputs, *call.outputs) if last[array] == at} - stays
         memory.give_back(home[array] for array in over)
@@ -133,6 +142,24 @@ def alone(plan: Plan, parts: tuple[int, ...] = ()) -> Program:
     (whole,) = program.outputs
     starts = accumulate(parts[:-1], initial=whole.offset)
     return replace(program, outputs=tuple(Place(whole.buffer, start) for start in starts))
+
+
+def _apart(calls: Iterable[Call]) -> set[int]:
+    """The inputs that some pass may write and the outputs that some pass only reads.
+
+    A dispatch cannot bind one buffer both ways, whatever the ranges.
+    """
+    apart = set[int]()
+    for call in calls:
+        bound = [b for each in call.plan.passes for b in each.bindings]
+        read = {b.source for b in bound if b.buffer != "storage"}
+        written = {b.source for b in bound if b.buffer == "storage"}
+        written -= {port.name for port in call.plan.outputs}  # of what is both, a copy is written
+        inputs = zip(call.plan.inputs, call.inputs, strict=True)
+        outputs = zip(call.plan.outputs, call.outputs, strict=True)
+        apart |= {array for port, array in inputs if port.name in written}
+        apart |= {array for port, array in outputs if port.name in read}
+    return apart
 
 
 def _bytes_bound(calls: Iterable[Call]) -> dict[int, int]:

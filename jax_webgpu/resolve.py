@@ -10,11 +10,12 @@ from typing import Any
 
 from jax_webgpu import dtypes
 from jax_webgpu.capabilities import IDEAL, Capabilities
+from jax_webgpu.document import Value
 from jax_webgpu.errors import CallError, ExpressionError
-from jax_webgpu.expressions import Expression
+from jax_webgpu.expressions import EVERY
 from jax_webgpu.helpers import HELPERS
-from jax_webgpu.spec import Port, Spec, Value, evaluate, sizes
-from jax_webgpu.values import UNDEFINED, is_number, number, show
+from jax_webgpu.spec import Port, Spec, evaluate, reads, sizes
+from jax_webgpu.values import METER, UNDEFINED, Meter, is_number, need_number, number, show
 
 DISPATCH_FOLD_WIDTH = 65535
 
@@ -76,7 +77,10 @@ class Resolved:
 
     def storage(self, port: Port) -> dtypes.DType:
         """The table's row for a port's array as it lies in a buffer."""
-        return dtypes.TABLE[port.storage or dict(self.inputs + self.outputs)[port.name].dtype]
+        logical = dict(self.inputs + self.outputs)[port.name].dtype
+        if port.storage is not None and logical in dtypes.WHOLE:
+            return dtypes.TABLE[port.storage]
+        return dtypes.TABLE[logical]
 
 
 def resolve(
@@ -85,7 +89,7 @@ def resolve(
     *,
     attributes: Mapping[str, Any] | None = None,
     args: Mapping[str, Any] | None = None,
-    outputs: Mapping[str, Iterable[int] | None] | None = None,
+    outputs: Mapping[str, Iterable[int] | Tensor | None] | None = None,
     tunables: Mapping[str, Any] | None = None,
 ) -> Resolved:
     """Binds a call's names and types and works out its outputs.
@@ -95,22 +99,26 @@ def resolve(
       inputs: by port name; an optional port may be left out or None.
       attributes: by name; None leaves one out.
       args: the call's scalars by name.
-      outputs: the ports asked for, with the shape where the manifest states none; by default every
-        output that is not optional.
+      outputs: the ports asked for, with the shape where the manifest states none, and as a
+        `Tensor` where no input decides the dtype; by default every output that is not optional.
       tunables: by name, over the manifest's and the variants' defaults.
 
     Raises:
       CallError: a name is unknown or missing, or a type or value is not admitted.
     """
     bound = _bound(spec, inputs)
-    logical = _types(spec, bound)
+    if outputs is None:
+        outputs = {name: None for name, port in spec.outputs.items() if not port.optional}
+    _known(spec, "output", outputs, spec.outputs)
+    given = ((name, each) for name, each in outputs.items() if isinstance(each, Tensor))
+    logical = _types(spec, [*bound, *given])
     resolved = Resolved(
         spec=spec,
         inputs=bound,
         outputs=(),
         attributes=_attributes(spec, attributes or {}),
         args=_args(spec, args or {}),
-        tunables=_tunables(spec, tunables or {}),
+        tunables=checked_tunables(spec, tunables or {}),
         logical=tuple(logical.items()),
     )
     return replace(resolved, outputs=_outputs(resolved, outputs))
@@ -121,19 +129,15 @@ def scope(resolved: Resolved, capabilities: Capabilities) -> dict[str, Any]:
     spec, bound = resolved.spec, dict(resolved.inputs + resolved.outputs)
     ports = {**spec.inputs, **spec.outputs}
     storage = {name: resolved.storage(ports[name]) for name in bound}
-    wgsl, logical = dict[str, str](), dict[str, str]()
-    for variable, dtype in resolved.logical:
-        wgsl[variable], logical[variable] = dtypes.TABLE[dtype].wgsl, dtype
-    # A type that some port stores narrower has that port's scalar.
-    for name in sorted(bound, key=lambda name: ports[name].storage is not None):
-        wgsl[ports[name].dtype] = storage[name].wgsl
+    logical = dict(resolved.logical)
+    for name in bound:
         logical.setdefault(ports[name].dtype, bound[name].dtype)
     args = dict(resolved.args)
     return {
         **HELPERS,
         "DISPATCH_FOLD_WIDTH": DISPATCH_FOLD_WIDTH,
         "derive": {},
-        "dtypes": wgsl,
+        "dtypes": scalars(resolved),
         "logicalDtypes": logical,
         "tensorDtypes": {name: row.storage.name for name, row in storage.items()},
         "ranks": {name: len(tensor.shape) for name, tensor in bound.items()},
@@ -144,22 +148,50 @@ def scope(resolved: Resolved, capabilities: Capabilities) -> dict[str, Any]:
         "tunables": {**spec.tunables, **dict(resolved.tunables)},
         "device": capabilities.as_scope(),
         "f16Ok": capabilities.f16_ok,
+        METER: Meter(),
     }
 
 
-def extend(scope: dict[str, Any], derive: Iterable[tuple[str, Value]]) -> dict[str, Any]:
-    """A copy of `scope` with derived values, each of which sees the earlier ones.
+def scalars(resolved: Resolved) -> dict[str, str]:
+    """The WGSL type of each type variable, and of each concrete dtype that a port has."""
+    spec, bound = resolved.spec, resolved.inputs + resolved.outputs
+    result = {variable: dtypes.TABLE[dtype].wgsl for variable, dtype in resolved.logical}
+    ports = [spec.inputs.get(name) or spec.outputs[name] for name, _ in bound]
+    # A type that some port stores narrower has that port's scalar.
+    for port in sorted(ports, key=lambda port: port.storage is not None):
+        result[port.dtype] = resolved.storage(port).wgsl
+    return result
+
+
+def extend(
+    scope: dict[str, Any], values: Iterable[tuple[str, Value]], unsure: Collection[str] = ()
+) -> dict[str, Any]:
+    """A copy of `scope` with derived values; see `derive`."""
+    scope = {**scope, "derive": dict(scope["derive"])}
+    derive(scope, values, unsure)
+    return scope
+
+
+def derive(
+    scope: dict[str, Any], values: Iterable[tuple[str, Value]], unsure: Collection[str] = ()
+) -> None:
+    """Adds derived values to a scope, each of which sees the earlier ones.
+
+    Args:
+      scope: the names before, and then all.
+      values: names and their values in order.
+      unsure: those that are left out, and no error, where they have no value.
 
     Raises:
       ExpressionError: one has no value; the message names it.
     """
-    scope = {**scope, "derive": dict(scope["derive"])}
-    for name, value in derive:
+    derived = scope["derive"]
+    for name, value in values:
         try:
-            scope[name] = scope["derive"][name] = evaluate(value, scope)
+            scope[name] = derived[name] = evaluate(value, scope)
         except ExpressionError as error:
-            raise ExpressionError(f"derive.{name}: {error}") from None
-    return scope
+            if name not in unsure:
+                raise ExpressionError(f"derive.{name}: {error}") from None
 
 
 def _bound(spec: Spec, inputs: Mapping[str, Tensor | None]) -> tuple[tuple[str, Tensor], ...]:
@@ -178,7 +210,7 @@ def _types(spec: Spec, bound: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
     types: dict[str, str] = {}
     binder: dict[str, str] = {}
     for name, tensor in bound:
-        variable = spec.inputs[name].dtype
+        variable = (spec.inputs.get(name) or spec.outputs[name]).dtype
         allowed = spec.type_constraints.get(variable, (variable,))
         if tensor.dtype not in allowed:
             expected = " or ".join([", ".join(allowed[:-1])] * (len(allowed) > 1) + [allowed[-1]])
@@ -214,6 +246,14 @@ def _attributes(spec: Spec, given: Mapping[str, Any]) -> Pairs:
             continue
         if isinstance(value, bool) and not isinstance(attribute.default, bool):
             value = int(value)  # equal to it, so it must also print the same
+        kinds = {
+            _kind(each)
+            for each in (value, attribute.default)
+            if isinstance(each, int | float | str)
+        }
+        if kinds == {"string", "number"}:
+            wanted = _kind(attribute.default)
+            raise CallError(f"{spec.name}: {name} is {show(value)}; expected a {wanted}")
         if attribute.values is not None and _rounded(value) not in map(_rounded, attribute.values):
             allowed = ", ".join(map(show, attribute.values))
             raise CallError(f"{spec.name}: {name} is {show(value)}; expected one of {allowed}")
@@ -245,6 +285,10 @@ def _rounded(value: Any) -> Any:
         return float("inf") if value > 0 else float("-inf")
 
 
+_RANGES: dict[str, tuple[float, float]] = {
+    "u32": (0, 2**32 - 1),
+    "i32": (-(2**31), 2**31 - 1),
+}
 _KINDS: dict[str, type | tuple[type, ...]] = {
     "bool": bool,
     "string": str,
@@ -256,7 +300,7 @@ _KINDS: dict[str, type | tuple[type, ...]] = {
 
 def _args(spec: Spec, given: Mapping[str, Any]) -> Pairs:
     _known(spec, "argument", given, spec.args)
-    result = []
+    result: list[tuple[str, Any]] = []
     for name, argument in spec.args.items():
         value = given.get(name)
         if value is None:
@@ -267,6 +311,12 @@ def _args(spec: Spec, given: Mapping[str, Any]) -> Pairs:
         wanted = _KINDS[argument.kind]
         if not isinstance(value, wanted) or (isinstance(value, bool) and argument.kind != "bool"):
             raise CallError(f"{spec.name}: {name} is {show(value)}; expected {argument.kind}")
+        low, high = _RANGES.get(argument.kind, (0, 0))
+        if argument.kind in _RANGES and not low <= need_number(value, name) <= high:
+            raise CallError(
+                f"{spec.name}: {name} is {show(value)}; expected {argument.kind}, from {low} to "
+                f"{high}"
+            )
         if argument.one_of and value not in argument.one_of:
             allowed = ", ".join(map(show, argument.one_of))
             raise CallError(f"{spec.name}: {name} is {show(value)}; expected one of {allowed}")
@@ -274,7 +324,8 @@ def _args(spec: Spec, given: Mapping[str, Any]) -> Pairs:
     return tuple(result)
 
 
-def _tunables(spec: Spec, given: Mapping[str, Any]) -> Pairs:
+def checked_tunables(spec: Spec, given: Mapping[str, Any]) -> Pairs:
+    """Values for tunables that the manifest or a variant has; raises `CallError`."""
     defaults = dict(spec.tunables)
     for variant in spec.variants:
         defaults |= dict(variant.tunables)
@@ -293,22 +344,31 @@ def _kind(value: Any) -> str:
 
 
 def _outputs(
-    resolved: Resolved, asked: Mapping[str, Iterable[int] | None] | None
+    resolved: Resolved, asked: Mapping[str, Iterable[int] | Tensor | None]
 ) -> tuple[tuple[str, Tensor], ...]:
-    spec = resolved.spec
-    if asked is None:
-        asked = {name: None for name, port in spec.outputs.items() if not port.optional}
-    _known(spec, "output", asked, spec.outputs)
-    outputs = []
+    spec, inputs = resolved.spec, dict(resolved.inputs)
+    outputs: list[tuple[str, Tensor]] = []
     for name, port in spec.outputs.items():
         if name not in asked:
             if not port.optional:
                 raise CallError(f"{spec.name}: the output {name} is not optional")
             continue
-        shape = asked[name]
+        given = asked[name]
+        shape = given.shape if isinstance(given, Tensor) else given
         if shape is None and port.shape is None:
-            raise CallError(f"{spec.name}: the manifest states no shape for {name}; one is needed")
-        outputs.append((name, Tensor(_shape(resolved, port, shape), _output_dtype(resolved, port))))
+            if name not in inputs:
+                raise CallError(
+                    f"{spec.name}: the manifest states no shape for {name}; one is needed"
+                )
+            shape = inputs[name].shape
+        so_far = replace(resolved, outputs=tuple(outputs))
+        output = Tensor(_shape(so_far, port, shape, asked), _output_dtype(resolved, port))
+        if inputs.get(name, output) != output:
+            raise CallError(
+                f"{spec.name}: {name} goes in as {inputs[name]} and out as {output}; an in-out "
+                "port is one array"
+            )
+        outputs.append((name, output))
     return tuple(outputs)
 
 
@@ -320,29 +380,25 @@ def _output_dtype(resolved: Resolved, port: Port) -> str:
     return bound or allowed[0]
 
 
-def _shape(resolved: Resolved, port: Port, given: Iterable[int] | None) -> tuple[int, ...]:
-    """The caller's shape, else the manifest's."""
+def _shape(
+    resolved: Resolved, port: Port, given: Iterable[int] | None, asked: Iterable[str]
+) -> tuple[int, ...]:
+    """The caller's shape, else the manifest's; `asked` are the outputs that are present."""
     derive = resolved.spec.derive
     try:
         if given is not None:
             return sizes(tuple(given), {}, port.name)
         # Only what the shape reads is derived: the rest may need the outputs.
-        needed = _reads(port.shape)
+        needed = reads(port.shape)
         for name in reversed(list(derive)):
             if name in needed:
-                needed |= _reads(derive[name])
-        names = extend(scope(resolved, IDEAL), ((n, v) for n, v in derive.items() if n in needed))
+                needed |= reads(derive[name])
+        names = scope(resolved, IDEAL)
+        names["present"] |= dict.fromkeys(asked, True)
+        if EVERY in needed:
+            names = extend(names, derive.items(), unsure=derive)
+        else:
+            names = extend(names, ((n, v) for n, v in derive.items() if n in needed))
         return sizes(port.shape, names, port.name)
     except ExpressionError as error:
         raise CallError(f"{resolved.spec.name}: {error}") from None
-
-
-def _reads(value: Value) -> set[str]:
-    match value:
-        case Expression():
-            return set(value.names | value.derived)
-        case tuple():
-            return set[str]().union(*map(_reads, value))
-        case dict():
-            return set[str]().union(*map(_reads, value.values()))
-    return set()

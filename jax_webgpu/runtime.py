@@ -27,7 +27,7 @@ class Operator:
 
     Attributes:
       name: the public name.
-      manifest: the file's name in `specs/`.
+      manifest: the file's name in `specs/`; or one that is loaded already.
       check: looks at the values of a call's operands before anything is dispatched, and raises
         `ValueError`; it also gets what the operator keeps of the call.
       fit: adapts a call to a device before anything is derived: tunables, or a dtype that the
@@ -43,7 +43,7 @@ class Operator:
     """
 
     name: str
-    manifest: str
+    manifest: str | Spec
     check: Callable[[Pairs, Sequence[np.ndarray]], None] | None = None
     fit: Callable[[Resolved, Capabilities], Resolved] | None = None
     pieces: Callable[[Resolved, Arrays, Arrays, int], Iterator[Piece]] | None = None
@@ -54,11 +54,15 @@ class Operator:
     @functools.cached_property
     def spec(self) -> Spec:
         """The manifest alone, loaded once."""
+        if isinstance(self.manifest, Spec):
+            return self.manifest
         return _load(resources.specs() / self.manifest, resources.shaders(), None)
 
     @functools.cached_property
     def overlaid(self) -> Spec:
         """The manifest with the faster variants of the overlay beside it, loaded once."""
+        if isinstance(self.manifest, Spec):
+            return self.manifest
         manifest = resources.specs() / self.manifest
         return _load(manifest, resources.shaders(), manifest.with_suffix(".overlay.json"))
 
@@ -71,7 +75,7 @@ class Operator:
 
 @functools.cache
 def _load(manifest: Path, shaders: Path, overlay: Path | None) -> Spec:
-    return spec.load(manifest, shaders, overlay)
+    return spec.load(manifest, shaders, overlay, links=True)  # as installers may have made them
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,17 +151,17 @@ class Dispatcher:
             for out, buffer in zip(outputs, whole, strict=True)
         ]
         gpu.run(linked, stored, landing)
-        with np.errstate(all="ignore"):  # float16 without shader-f16: beyond its range is infinity
-            for out, landed in zip(outputs, landing, strict=True):
-                if out is not landed:
-                    np.copyto(out, landed, casting="unsafe")
+        if not linked.launches:
+            _unchanged(ready, stored, landing)
+        for buffer, out, landed in zip(whole, outputs, landing, strict=True):
+            if out is not landed:
+                from_storage(landed, out, buffer.name)
 
     def _program(self, gpu: device.Device, outputs: Arrays) -> tuple[plan.Plan, program.Program]:
         found: tuple[plan.Plan, program.Program] | None = gpu.linked.get(self)
         if found is None or found[0].capabilities != gpu.capabilities:
             ready = self.operator.plan(self.resolved, gpu.capabilities)
-            if ready.unwritten:
-                raise CallError(f"{ready.label}: no pass writes {', '.join(ready.unwritten)}")
+            ready.check_written()
             parts: tuple[int, ...] = ()
             if len(outputs) != len(ready.outputs):
                 (whole,) = ready.outputs
@@ -195,7 +199,7 @@ def to_storage(array: np.ndarray, buffer: Buffer) -> np.ndarray:
       CallError: a value does not fit a port whose narrowing is checked.
     """
     target = buffer.dtype.storage
-    if buffer.narrowing is not None and array.dtype != target:
+    if array.dtype.kind in "iu" and not np.can_cast(array.dtype, target):
         low, high = np.iinfo(target).min, np.iinfo(target).max
         if buffer.narrowing == "saturating":
             array = np.clip(array, low, high)
@@ -206,3 +210,32 @@ def to_storage(array: np.ndarray, buffer: Buffer) -> np.ndarray:
                 f"{buffer.name}[{index}] = {array.reshape(-1)[at]}, outside of {low} to {high}"
             )
     return np.ascontiguousarray(array, target).reshape(array.shape)
+
+
+def from_storage(landed: np.ndarray, out: np.ndarray, name: str) -> None:
+    """Fills an output from what its buffer held.
+
+    Raises:
+      CallError: an integer does not fit the output, which is narrower without JAX's 64-bit mode.
+    """
+    narrower = out.dtype.kind in "iu" and not np.can_cast(landed.dtype, out.dtype)
+    if narrower and out.dtype.itemsize == 4 and landed.size:
+        low, high = np.iinfo(out.dtype).min, np.iinfo(out.dtype).max
+        wrong = (landed < low) | (landed > high)
+        if wrong.any():
+            at = int(np.argmax(wrong))
+            index = ", ".join(map(str, np.unravel_index(at, landed.shape)))
+            raise CallError(
+                f"{name}[{index}] comes out as {landed.reshape(-1)[at]}, outside of {low} to "
+                f"{high}: enable JAX's 64-bit mode, jax_enable_x64"
+            )
+    with np.errstate(all="ignore"):  # float16 without shader-f16: beyond its range is infinity
+        np.copyto(out, landed, casting="unsafe")
+
+
+def _unchanged(ready: plan.Plan, stored: Arrays, landing: Arrays) -> None:
+    """Where no pass has work, what is an input and an output at once stays what it is."""
+    inputs = dict(zip((each.name for each in ready.inputs), stored, strict=True))
+    for buffer, landed in zip(ready.outputs, landing, strict=False):
+        if buffer.name in inputs:
+            np.copyto(landed, inputs[buffer.name].reshape(landed.shape))

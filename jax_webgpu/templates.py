@@ -5,6 +5,7 @@ inheritance are not in the manifest format. Running a template is bounded in ste
 """
 
 import functools
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,30 +16,50 @@ from jinja2 import nodes
 from jax_webgpu import values
 from jax_webgpu.errors import ExpressionError
 from jax_webgpu.expressions import Compiler, Evaluator
-from jax_webgpu.values import MAX_LIST, MAX_TEXT, UNDEFINED, show, to_text, truthy
+from jax_webgpu.values import (
+    CHARACTERS,
+    MAX_LIST,
+    MAX_TEXT,
+    METER,
+    UNDEFINED,
+    Meter,
+    show,
+    to_text,
+    truthy,
+)
 
-MAX_STEPS = 1_000_000
+# Blocks within each other, and macros that are called by others; each takes a few frames of
+# Python's stack.
+MAX_NESTING = 32
+MAX_CALLS = 32
+
+# What the call of a macro costs, besides what the macro does.
+_CALL = 16
 
 # What a statement does: reads and changes the scope, and writes to the output.
 Statement = Callable[[dict[str, Any], "Output"], None]
 
 
 class Output:
-    """Collects text; counts steps so that no template runs away."""
+    """Collects text, and counts what is done so that no template runs away."""
 
-    def __init__(self) -> None:
+    def __init__(self, meter: Meter) -> None:
         self.parts: list[str] = []
-        self.steps = 0
+        self.meter = meter
         self.size = 0
+        self.calls = 0
 
     def write(self, text: str) -> None:
         self.parts.append(text)
-        self.size += len(text)
+        self.grow(len(text), len(text))
 
-    def step(self) -> None:
-        self.steps += 1
-        if self.steps > MAX_STEPS or self.size > MAX_TEXT:
-            raise ExpressionError("the template does not come to an end")
+    def grow(self, size: int, values: int) -> None:
+        """Counts text that was written, of which so much were values."""
+        self.size += size
+        if values > CHARACTERS:
+            self.meter.spend(values // CHARACTERS)
+        if self.size > MAX_TEXT:
+            raise ExpressionError(f"a text of more than {MAX_TEXT} characters")
 
 
 class Namespace(dict[str, Any]):
@@ -54,8 +75,15 @@ class Template:
     body: list[nodes.Node] = field(compare=False, repr=False)
 
     @functools.cached_property
-    def _lenient(self) -> Statement:
-        return _TemplateCompiler(self.name, lenient=True).block(self.body)
+    def _compiled(self) -> tuple[Statement, frozenset[str]]:
+        compiler = _TemplateCompiler(self.name, lenient=True)
+        run = compiler.block(self.body)
+        return run, frozenset(compiler.names | compiler.tested | compiler.derived)
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """The names that it may read, its own among them; see `Expression.reads`."""
+        return self._compiled[1]
 
     @functools.cached_property
     def _strict(self) -> Statement:
@@ -68,17 +96,20 @@ class Template:
           scope: the values of the names in the template.
           strict: an undefined name, or printing an undefined value, is an error.
         """
-        output = Output()
-        globals_ = {"range": _range, "namespace": _namespace, **scope}
-        (self._strict if strict else self._lenient)(globals_, output)
+        known = {"range": _range, "namespace": _namespace, METER: Meter(), **scope}
+        # Loops and macros copy the scope: it holds what the template may read and no more.
+        wanted = {name: known[name] for name in (*self.reads, METER) if name in known}
+        output = Output(known[METER])
+        (self._strict if strict else self._compiled[0])(wanted, output)
         return "".join(output.parts)
 
 
 def parse(name: str, source: str) -> Template:
     """Parses a template; raises `ExpressionError` with template name and line."""
     try:
-        template = Template(name, source, _environment.parse(source).body)
-        _ = template._lenient  # compiled here, for its errors
+        with warnings.catch_warnings(action="ignore"):  # of escapes that Python does not know
+            template = Template(name, source, _environment.parse(source).body)
+        _ = template.reads  # compiled here, for its errors
         return template
     except ExpressionError:
         raise
@@ -120,58 +151,99 @@ class _TemplateCompiler(Compiler):
         super().__init__(lenient)
         self.template = name
         self.line = 1
+        self.nesting = 0
+        self.sets = 0
+        """The statements so far that set a name."""
+        self.counts = 0
+        """The times so far that `loop` is read."""
+
+    def _name(self, node: nodes.Name) -> Evaluator:
+        self.counts += node.name == "loop"
+        return super()._name(node)
+
+    def optional(self, node: nodes.Expr) -> Evaluator:
+        self.counts += isinstance(node, nodes.Name) and node.name == "loop"
+        return super().optional(node)
 
     def defaulted(self, node: nodes.Expr) -> Evaluator:
         return self.optional(node)
 
     def block(self, body: Sequence[nodes.Node]) -> Statement:
-        statements = [self._statement(node) for node in body]
+        self.nesting += 1
+        if self.nesting > MAX_NESTING:
+            raise ExpressionError(f"{self.template}: nested too deeply")
+        around, self.size = self.size, 1
+        steps = [self._statement(node) for node in body]
+        cost, self.size = self.size, around  # a block inside this one charges its own cost
+        self.nesting -= 1
 
         def run(scope: dict[str, Any], output: Output) -> None:
-            for statement in statements:
-                statement(scope, output)
+            output.meter.spend(cost)
+            for place, statement in steps:
+                try:
+                    statement(scope, output)
+                except ExpressionError as error:
+                    raise _placed(place, error) from None
+                except RecursionError:
+                    raise ExpressionError(f"{place}: nested too deeply") from None
 
         return run
 
-    def _statement(self, node: nodes.Node) -> Statement:
+    def _statement(self, node: nodes.Node) -> tuple[str, Statement]:
+        """A statement with its place in the template."""
         self.line = node.lineno or self.line
         place = f"{self.template}:{self.line}"
         kind = type(node).__name__.lower()
         make = getattr(self, f"_do_{kind}", None)
-        if make is None and isinstance(node, nodes.Expr):
-            make = self._do_print
         if make is None:
             raise ExpressionError(f"{place}: {kind} is not in the manifest format")
         try:
-            statement: Statement = make(node)
+            return place, make(node)
         except ExpressionError as error:
             raise _placed(place, error) from None
 
-        def run(scope: dict[str, Any], output: Output) -> None:
+    def _do_output(self, node: nodes.Output) -> Statement:
+        """Text and values in turn: nearly all that a template does."""
+        pieces = list[tuple[str | None, Evaluator | str, str]]()
+        written = 0
+        for each in node.nodes:
+            self.line = each.lineno or self.line
+            place = f"{self.template}:{self.line}"
+            self.size += 1
+            if isinstance(each, nodes.TemplateData):
+                pieces.append((each.data, "", place))
+                written += len(each.data)
+                continue
             try:
-                output.step()
-                statement(scope, output)
+                printed: Evaluator | str = self.compile(each)
             except ExpressionError as error:
                 raise _placed(place, error) from None
-            except RecursionError:
-                raise ExpressionError(f"{place}: macros call each other without end") from None
-
-        return run
-
-    def _do_output(self, node: nodes.Output) -> Statement:
-        return self.block(node.nodes)
-
-    def _do_templatedata(self, node: nodes.TemplateData) -> Statement:
-        return lambda scope, output: output.write(node.data)
-
-    def _do_print(self, node: nodes.Expr) -> Statement:
-        printed = self.compile(node)
+            if isinstance(each, nodes.Name) and self.lenient:
+                printed = each.name  # looked up on the spot: names are the most of all
+            pieces.append((None, printed, place))
+        self.size += written // CHARACTERS
 
         def write(scope: dict[str, Any], output: Output) -> None:
-            value = printed(scope)
-            if value is UNDEFINED and not self.lenient:
-                raise ExpressionError("an undefined value is printed")
-            output.write(to_text(value))
+            add, at, size = output.parts.append, "", written
+            try:
+                for text, printed, place in pieces:
+                    if text is not None:
+                        add(text)
+                        continue
+                    at = place
+                    if isinstance(printed, str):
+                        value = scope.get(printed, UNDEFINED)
+                    else:
+                        value = printed(scope)
+                        if value is UNDEFINED and not self.lenient:
+                            raise ExpressionError("an undefined value is printed")
+                    if value.__class__ is not str:
+                        value = to_text(value)
+                    size += len(value)
+                    add(value)
+                output.grow(size, size - written)
+            except ExpressionError as error:
+                raise _placed(at, error) from None
 
         return write
 
@@ -192,35 +264,48 @@ class _TemplateCompiler(Compiler):
     def _do_for(self, node: nodes.For) -> Statement:
         if node.recursive:
             raise ExpressionError("recursive loops are not in the manifest format")
-        items, body = self.compile(node.iter), self.block(node.body)
+        items, before = self.compile(node.iter), (self.sets, self.counts)
+        body = self.block(node.body)
+        # What an iteration sets is gone in the next: each has a scope of its own, if it sets any.
+        shared, counted = self.sets == before[0], self.counts > before[1]
         assign = self._target(node.target)
+        size = self.size
         keep = self.compile(node.test) if node.test is not None else None
+        size = self.size - size + 1
         otherwise = self.block(node.else_)
 
         def loop(scope: dict[str, Any], output: Output) -> None:
-            def inside(element: Any) -> dict[str, Any]:
-                output.step()
-                inner = dict(scope)
-                assign(inner, element)
-                return inner
-
             elements = _elements(items(scope))
+            inner = dict(scope)
             if keep is not None:
-                elements = [each for each in elements if truthy(keep(inside(each)))]
+                output.meter.spend(size * len(elements))
+                kept = []
+                for element in elements:
+                    assign(inner, element)
+                    if truthy(keep(inner)):
+                        kept.append(element)
+                elements = kept
             for index, element in enumerate(elements):
-                body({**inside(element), "loop": _loop(index, elements)}, output)
+                if not shared:
+                    inner = dict(scope)
+                assign(inner, element)
+                if counted:
+                    inner["loop"] = _loop(index, elements)
+                body(inner, output)
             if not elements:
                 otherwise(dict(scope), output)
 
         return loop
 
     def _do_assign(self, node: nodes.Assign) -> Statement:
+        self.sets += 1
         value, assign = self.compile(node.node), self._target(node.target)
         return lambda scope, output: assign(scope, value(scope))
 
     def _do_assignblock(self, node: nodes.AssignBlock) -> Statement:
         if node.filter is not None:
             raise ExpressionError("filters on a set block are not in the manifest format")
+        self.sets += 1
         body, assign = self.block(node.body), self._target(node.target)
 
         def run(scope: dict[str, Any], output: Output) -> None:
@@ -244,6 +329,7 @@ class _TemplateCompiler(Compiler):
         return run
 
     def _do_macro(self, node: nodes.Macro) -> Statement:
+        self.sets += 1
         make = self._function(node, node.name)
 
         def define(scope: dict[str, Any], output: Output) -> None:
@@ -274,12 +360,11 @@ class _TemplateCompiler(Compiler):
 
         def make(scope: dict[str, Any], output: Output) -> Callable[..., str]:
             def macro(*positional: Any, **named: Any) -> str:
-                unknown = named.keys() - {*names, "caller"}
-                if len(positional) > len(names) or unknown:
-                    raise ExpressionError(f"macro {name} takes ({', '.join(names)})")
                 inner = dict(scope)
                 if "caller" in named:
-                    inner["caller"] = named["caller"]
+                    inner["caller"] = named.pop("caller")
+                if len(positional) > len(names) or (named and not named.keys() <= {*names}):
+                    raise ExpressionError(f"macro {name} takes ({', '.join(names)})")
                 for index, argument in enumerate(names):
                     if index < len(positional):
                         inner[argument] = positional[index]
@@ -289,7 +374,13 @@ class _TemplateCompiler(Compiler):
                         inner[argument] = defaults[index - required](inner)
                     else:
                         inner[argument] = UNDEFINED
-                return _captured(body, inner, output)
+                output.meter.spend(_CALL)
+                output.calls += 1
+                if output.calls > MAX_CALLS:
+                    raise ExpressionError("macros call each other without end")
+                text = _captured(body, inner, output)
+                output.calls -= 1
+                return text
 
             return macro
 
@@ -303,6 +394,7 @@ class _TemplateCompiler(Compiler):
                     scope[name] = value
 
             case nodes.NSRef(name=name, attr=attribute):
+                self.tested.add(name)
 
                 def assign(scope: dict[str, Any], value: Any) -> None:
                     namespace = scope.get(name, UNDEFINED)

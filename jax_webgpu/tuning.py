@@ -47,20 +47,20 @@ def load() -> Mapping[str, Any]:
       CallError: it is not such a file; the message names it.
     """
     try:
-        text = path().read_text(encoding="utf-8")
+        data = path().read_bytes()
     except OSError:
         return {}
-    if not text.strip():
+    if not data.strip():
         return {}
     try:
-        found = json.loads(text)
+        found = json.loads(data)
         for operators in found.values():
             for dtypes in operators.values():
                 for tunables in dtypes.values():
                     for name, value in tunables.items():
                         if name not in CANDIDATES or type(value) is not int or value < 1:
                             raise ValueError(f"{name} is {value!r}")
-    except (ValueError, AttributeError) as error:
+    except (ValueError, AttributeError, RecursionError) as error:
         raise CallError(
             f"{path()} is no file of `python -m jax_webgpu tune`: {error}; delete it, or tune again"
         ) from error

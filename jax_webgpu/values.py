@@ -32,21 +32,61 @@ _EXACT = 2**53
 
 # A manifest must not be able to ask for unbounded memory.
 MAX_LIST = 1 << 16
-MAX_TEXT = 1 << 24
+MAX_TEXT = 1 << 22
 
 # What JavaScript reads as a number, in text.
-_NUMERAL = re.compile(r"[+-]?(Infinity|(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?)", re.ASCII)
+_NUMERAL = re.compile(r"[+-]?(Infinity|(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?)", re.ASCII)
+
+
+# What may be evaluated for one call: nodes of expressions, elements of lists, and text.
+MAX_WORK = 2_000_000
+CHARACTERS = 16  # that count as much as one
+
+# The name under which a scope holds its `Meter`; no expression can name it.
+METER: Final = " meter"
+
+
+class Meter:
+    """Counts the work that is done in a scope and in all that are made from it.
+
+    What a manifest or a template can ask for has an end: `spend` raises `ExpressionError` where
+    it has not.
+    """
+
+    def __init__(self) -> None:
+        self.left = MAX_WORK
+
+    def spend(self, work: int) -> None:
+        self.left -= work
+        if self.left < 0:
+            raise ExpressionError(
+                f"more than {MAX_WORK:,} steps: the evaluation does not come to an end"
+            )
+
+
+_SIZED: frozenset[type] = frozenset({str, list, tuple, range})
+
+
+def spend(scope: Mapping[str, Any], *operands: Any) -> None:
+    """Charges a scope for going through long lists and texts."""
+    for each in operands:
+        if type(each) in _SIZED and len(each) > 64 and METER in scope:
+            scope[METER].spend(len(each) // (CHARACTERS if type(each) is str else 1))
 
 
 def is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    kind = value.__class__  # the common types first: this is asked more often than all else
+    return kind is int or kind is float or (isinstance(value, (int, float)) and kind is not bool)
 
 
 def is_sequence(value: Any) -> bool:
+    kind = value.__class__
+    if kind is list or kind is tuple:
+        return True
     return isinstance(value, Sequence) and not isinstance(value, str)
 
 
-def number(value: float) -> int | float:
+def number(value: Any) -> int | float:
     """Rounds to a double; a whole result becomes an int."""
     if isinstance(value, int) and -_EXACT <= value <= _EXACT:
         return value
@@ -58,13 +98,13 @@ def number(value: float) -> int | float:
 
 
 def need_number(value: Any, what: str) -> int | float:
-    if not is_number(value):
+    if value.__class__ is not int and not is_number(value):
         raise ExpressionError(f"{what} takes a number, got {show(value)}")
     return value
 
 
 def need_integer(value: Any, what: str) -> int:
-    if not isinstance(value, int) or isinstance(value, bool):
+    if value.__class__ is not int and (not isinstance(value, int) or isinstance(value, bool)):
         raise ExpressionError(f"{what} takes a whole number, got {show(value)}")
     return value
 
@@ -81,8 +121,17 @@ def need_text(value: Any, what: str) -> str:
     return value
 
 
+def need_unicode(text: str) -> str:
+    """Text that can be written: without a half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ExpressionError(f"no text: {text[error.start]!a}") from None
+    return text
+
+
 def truthy(value: Any) -> bool:
-    return bool(value) and value == value  # NaN is false
+    return bool(value) and (value.__class__ is not float or value == value)  # NaN is false
 
 
 def to_number(value: bool | float | str) -> float:
@@ -97,6 +146,9 @@ def to_number(value: bool | float | str) -> float:
 
 def equal(left: Any, right: Any) -> bool:
     """The format's `==`: loose between numbers, strings and booleans; lists are never equal."""
+    kind = left.__class__
+    if kind is right.__class__ and (kind is int or kind is str or kind is bool):
+        return bool(left == right)
     if left is None or right is None:
         return left is right
     scalars = (isinstance(value, bool | int | float | str) for value in (left, right))
@@ -134,6 +186,14 @@ def contains(container: Any, item: Any) -> bool:
     return any(equal(item, element) for element in need_list(container, "in"))
 
 
+def subtract(left: Any, right: Any) -> int | float:
+    return number(need_number(left, "-") - need_number(right, "-"))
+
+
+def multiply(left: Any, right: Any) -> int | float:
+    return number(need_number(left, "*") * need_number(right, "*"))
+
+
 def add(left: Any, right: Any) -> Any:
     if is_number(left) and is_number(right):
         return number(left + right)
@@ -155,6 +215,8 @@ def divide(left: Any, right: Any) -> int | float:
 
 def remainder(left: Any, right: Any) -> int | float:
     """The sign is the left side's."""
+    if left.__class__ is int and right.__class__ is int and left >= 0 < right:
+        return left % right
     need_number(left, "%")
     if need_number(right, "%") == 0 or math.isinf(left):
         return math.nan
@@ -175,6 +237,11 @@ def lookup(container: Any, key: Any) -> Any:
 
 def to_text(value: Any) -> str:
     """What a value prints, as JavaScript prints numbers; undefined and none print nothing."""
+    kind = value.__class__
+    if kind is str:
+        return value
+    if kind is int and -_EXACT <= value <= _EXACT:
+        return str(value)
     match value:
         case None | Undefined():
             return ""
@@ -182,10 +249,8 @@ def to_text(value: Any) -> str:
             return "true" if value else "false"
         case str():
             return value
-        case int():
-            return str(value) if abs(value) <= _EXACT else _double_text(float(value))
-        case float():
-            return _double_text(value)
+        case int() | float():
+            return _double_text(float(value))
     raise ExpressionError(f"cannot print {show(value)}")
 
 
@@ -214,6 +279,13 @@ def concatenated(values: Iterable[Any], separator: str = "") -> str:
 def quoted(text: str) -> str:
     """A string as it stands in an expression."""
     return json.dumps(text, ensure_ascii=False)
+
+
+def counted(number: int) -> str:
+    """A whole number as a message shows it, of any size."""
+    if abs(number) < 10**18:
+        return f"{number:,}"
+    return f"about 10^{math.log10(number):.0f}"
 
 
 def show(value: Any) -> str:

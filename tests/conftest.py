@@ -1,14 +1,19 @@
 """What every test shares: strict dtypes, the adapter in the report, and eager against jitted."""
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import warnings
+from collections import defaultdict
 from types import SimpleNamespace
 
+import hypothesis
+import hypothesis.configuration
 import jax
 import pytest
 from promises import PROMISES
@@ -18,14 +23,65 @@ os.environ["JAX_WEBGPU_TUNED"] = os.devnull  # what this machine was tuned to is
 import jax_webgpu
 from jax_webgpu import device
 
+# Hypothesis draws anew each time, and keeps nothing in the checkout.
+hypothesis.settings.register_profile("here", database=None)
+hypothesis.settings.load_profile("here")
+hypothesis.configuration.set_hypothesis_home_dir(tempfile.gettempdir() + "/jax_webgpu-hypothesis")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_num_cpu_devices", 8)  # for the meshes
 
 
 def pytest_configure(config):
+    # XLA takes half of the time, and compiles much of the same for many tests. A worker has a cache
+    # of its own: they are written to without a lock.
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "main")
+    cache = config.rootpath / "build" / "xla-cache" / f"{jax.__version__}-{worker}"
+    jax.config.update("jax_compilation_cache_dir", str(cache))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     # Warnings are errors. These are given once a process, to users: the report names the adapter.
     for name in ("SoftwareAdapterWarning", "DeadlockWarning"):
         config.addinivalue_line("filterwarnings", f"ignore::jax_webgpu.{name}")
+    config.addinivalue_line(
+        "markers",
+        "halves: of kernels that compute in float16; where the adapter has no shader-f16 there is "
+        "nothing to test, and it is deselected (tests/test_masks.py tests what is refused)",
+    )
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--each",
+        type=int,
+        metavar="N",
+        help="of each test function at most N of its cases, spread evenly over all of them",
+    )
+
+
+@pytest.hookimpl(trylast=True)  # of what -k leaves
+def pytest_collection_modifyitems(config, items):
+    halves = {item for item in items if item.get_closest_marker("halves")}
+    if halves and not has_halves():
+        config.hook.pytest_deselected(items=[*halves])
+        items[:] = [item for item in items if item not in halves]
+    most = config.getoption("each")
+    if most is None:
+        return
+    cases = defaultdict(list)
+    for item in items:
+        cases[item.nodeid.partition("[")[0]].append(item)
+    kept = set()
+    for own in cases.values():
+        count = min(most, len(own))
+        kept.update(own[at * len(own) // count] for at in range(count))
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
+
+
+def has_halves():
+    with contextlib.suppress(jax_webgpu.AdapterError), warnings.catch_warnings(action="ignore"):
+        return jax_webgpu.device_info().capabilities.has("shader-f16")
+    return True  # what needs an adapter fails by itself
 
 
 @pytest.hookimpl(wrapper=True)
@@ -80,6 +136,35 @@ import os
 if hasattr(os, "sched_setaffinity"):
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:{cores}])
 """
+
+
+@pytest.fixture(scope="session")
+def patience():
+    """A context that fails, and ends, what takes more than so many seconds.
+
+    Of the processor's time, so that it does not matter what else a machine does; what waits for
+    something that does not come is given a minute.
+    """
+
+    @contextlib.contextmanager
+    def within(seconds):
+        def stop(number, frame):
+            pytest.fail(f"takes more than {seconds} s of the processor's time, or waits")
+
+        timers = ((signal.SIGPROF, signal.ITIMER_PROF, seconds),
+                  (signal.SIGALRM, signal.ITIMER_REAL, 60))  # fmt: skip
+        before = [
+            (number, signal.signal(number, stop), timer, signal.setitimer(timer, limit))
+            for number, timer, limit in timers
+        ]
+        try:
+            yield
+        finally:
+            for number, handler, timer, setting in before:
+                signal.setitimer(timer, *setting)  # pytest-timeout's
+                signal.signal(number, handler)
+
+    return within
 
 
 @pytest.fixture(scope="session")

@@ -43,6 +43,13 @@ PROMISES = {
     "not computed, and no buffer is missing from the pool",
     "memory": "Memory of host and device is flat over calls of many shapes of both operators",
     "bounds": "The pool keeps no more than its setting, and `clear_caches` gives all back",
+    "bad input": "Whatever is passed to a public function or the command line, or stands in a "
+    "manifest, a template, an expression or a file beside them: a right answer or a documented "
+    "error that names what is wrong; no abort, no hang",
+    "positions": "A position that no row of the caches has is refused in the same words wherever "
+    "the call stands, over both crossings; no other row is read",
+    "unwritten output": "Every element of a result is written: with memory full of NaNs, other "
+    "ones each time, none comes out, and the results are the same bit for bit",
     "idle": "Five idle seconds cost less than 0.1 s of CPU",
 }
 

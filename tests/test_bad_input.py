@@ -4,6 +4,8 @@ Eager and jitted alike the error is raised while the call is traced, as a ``Valu
 ``TypeError``: one that was raised in the callback would arrive as a ``JaxRuntimeError``.
 """
 
+import itertools
+import pathlib
 import re
 from contextlib import contextmanager
 from functools import partial
@@ -352,6 +354,8 @@ def test_position_under_jit(dtype, value, callback):
         ("none", {"split": ()}, ValueError, [r"\bsplit\b"]),
         ("set", {"split": {3, 4}}, TypeError, [r"\bsplit\b", "sequence", r"\bset\b"]),
         ("positions", {"split": (1, 3)}, ValueError, [r"\bsplit\b", "jnp.split", r"\(1, 2, 4\)"]),
+        ("rank-0", {"split": np.array(7)}, TypeError, [r"\bsplit\b", "sequence", r"\bndarray\b"]),
+        ("endless", {"split": itertools.repeat(1)}, ValueError, [r"\bsplit\b", r"65,536 sizes"]),
         ("sum", {"split": (3, 5)}, ValueError, [r"\bsplit\b", r"\b8\b", r"\b7\b", r"\baxis\b"]),
     ]
 )
@@ -369,6 +373,7 @@ def test_traced_split():
     [
         ("zero", {"num_outputs": 0}, ValueError, [r"\b0\b"]),
         ("negative", {"num_outputs": -2}, ValueError, [r"-2\b"]),
+        ("too-many", {"num_outputs": 2**31}, ValueError, [r"\b2147483648\b", r"\b65,536\b"]),
         ("float", {"num_outputs": 2.0}, TypeError, [r"\bint", r"\b2\.0"]),
     ]
 )
@@ -406,8 +411,60 @@ def test_scalar(run):
         ("endless", {"base": np.inf}, ValueError, [r"\bbase\b", "inf"]),
         ("text", {"base": "1"}, TypeError, [r"\bbase\b", "number", r"\bstr\b"]),
         ("dtype", {"dtype": "int32"}, TypeError, [r"\bdtype\b", r"\bfloat32\b", r"\bint32\b"]),
+        ("no-dtype", {"dtype": array(2)}, TypeError, [r"\bdtype\b", r"\bfloat32\b", "array"]),
+        ("memory", {"max_positions": 2**50}, ValueError, [r"\bmax_positions\b", "memory"]),
+        ("sizes", {"max_positions": 2**62}, ValueError, [r"\bmax_positions\b", "memory"]),
     ]
 )
 def test_rotary_cache(changes, error, patterns):
     with refused(error, *patterns):
         jax_webgpu.rotary_cache(**{"max_positions": 11, "rotary_dim": 8} | changes)
+
+
+# --- what makes functions, and settings ---------------------------------------------------------
+
+SOFTMAX = pathlib.Path(__file__).parents[1] / "examples" / "kernels" / "softmax"
+
+
+@bad_calls(
+    [
+        ("source", {"source": 5}, TypeError, [r"\bsource\b", r"\bint\b"]),
+        ("bytes", {"source": b"softmax"}, TypeError, [r"\bsource\b", r"\bbytes\b"]),
+        ("empty", {"source": ""}, ValueError, [r"\bsource\b"]),
+        ("null", {"source": "a\0b"}, ValueError, [r"\bsource\b"]),
+        ("tunables", {"tunables": 3}, ValueError, [r"\btunables\b", r"\b3\b", "mapping"]),
+        ("names", {"tunables": {1: 2}}, ValueError, [r"\btunables\b", "names"]),
+        ("method", {"vmap_method": array(2)}, ValueError, [r"\bvmap_method\b", "sequential"]),
+    ]
+)
+def test_load_kernel(changes, error, patterns):
+    with refused(error, *patterns):
+        jax_webgpu.load_kernel(**{"source": SOFTMAX} | changes)
+
+
+@pytest.mark.parametrize("outputs", [5, array(2), jnp.ones(2)], ids=type)
+def test_outputs_of_a_kernel(outputs):
+    softmax = jax_webgpu.load_kernel(SOFTMAX)
+    with refused(TypeError, r"\boutputs\b", type(outputs).__name__):
+        softmax(array(2, 3), outputs=outputs)
+
+
+@bad_calls(
+    [
+        ("f", {"f": [1]}, TypeError, [r"\bf\b", r"\blist\b"]),
+        ("number", {"static_argnums": "x"}, TypeError, [r"\bstatic_argnums\b", "x"]),
+        ("name", {"static_argnames": 1}, TypeError, [r"\bstatic_argnames\b", r"\b1\b"]),
+    ]
+)
+def test_fuse(changes, error, patterns):
+    with refused(error, *patterns):
+        jax_webgpu.fuse(**{"f": lambda x: x} | changes)
+
+
+@pytest.mark.parametrize("name", ["callback", "implementation", "overlays", "tunables"])
+@pytest.mark.parametrize("value", [array(2), np.zeros(2, [("a", "f4")]), 5], ids=str)
+def test_settings(name, value):
+    before = jax_webgpu.config.settings()
+    with refused(ValueError, rf"\b{name}\b"):
+        jax_webgpu.configure(**{name: value})
+    assert jax_webgpu.config.settings() == before

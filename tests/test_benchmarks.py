@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import growth, kernels, memory, report, subjects
+from benchmarks import growth, kernels, loading, memory, report, subjects
 from benchmarks.__main__ import main
 from benchmarks.cases import CASES, KERNEL_CASES, chosen
 from benchmarks.onnx_session import Unable, Worker
@@ -171,6 +171,18 @@ def test_memory():
     assert figure["whole"] == 16 << 20
     assert 0.4 < memory.ratio(figure) < 4
     assert "at the peak" in memory.line(figure)
+
+
+def test_loading():
+    said = []
+    found = loading.run(1, said.append)
+    assert [each["name"] for each in found["loads"]] == ["synthetic", "RotaryEmbedding", "Split"]
+    assert found["loads"][0]["bytes"] > 300 * 1024
+    passes = {each["variant"]: each["passes"] for each in found["plans"]}
+    assert passes == {"plain_64x64": 1, "bias_64x64": 1, "recurrent": 256}
+    assert len(said) == 6 and "ms a KiB; again" in said[0] and "256 × " in said[-1]
+    targets = list(report.load_targets(found))
+    assert len(targets) == 9 and all(each.met in (True, False) for each in targets)
 
 
 def test_a_process_that_dies_is_said_to_have():

@@ -1,11 +1,14 @@
 """The command line, as a user calls it."""
 
+import json
+import pathlib
 import re
 import shlex
+import shutil
 
 import pytest
 
-from jax_webgpu import cli
+from jax_webgpu import cli, resources
 from jax_webgpu.capabilities import PRESETS
 
 ROTARY = "explain rotary_embedding --x 1,32,1024,128 --cos 1024,64 --position-ids"
@@ -73,7 +76,12 @@ def test_explain_on_this_adapter(capsys):
     [
         ("explain split --x 4,9 --device floor", "exactly one of split and num_outputs"),
         ("explain split --x 4,9 --num-outputs 2 --device phone", "device is 'phone'"),
-        ("explain split --x 4,9 --num-outputs 2 --dtype real --device floor", "--dtype real"),
+        (
+            "explain split --x 4,9 --num-outputs 2 --dtype real --device floor",
+            "'real' is no data type",
+        ),
+        ("explain split --x 4,9 --num-outputs 2 --dtype O --device floor", "'O' is no data type"),
+        ("explain rotary_embedding --x 8 --cos 8,4 --position-ids --device floor", "x has shape"),
         ("explain rotary_embedding --x 1,2,3,8 --cos 1,3,8 --device floor", "the full width of 8"),
         (f"{ROTARY} --workgroup-size 512 --device floor", "WORKGROUP_SIZE is 512"),
     ],
@@ -84,10 +92,21 @@ def test_what_is_wrong_is_said(capsys, line, message):
     assert message in err
 
 
-def test_wrong_use(capsys):
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("explain split --x 3,y", "'3,y' is not a list of sizes"),
+        ("explain split --x 3,-1", "'3,-1' has a negative size"),
+        ("tune --mib inf", "'inf' is no size in MiB"),
+        ("tune --mib nan", "'nan' is no size in MiB"),
+        ("tune --mib 0", "'0' is no size in MiB"),
+        ("tune --mib many", "'many' is no size in MiB"),
+    ],
+)
+def test_wrong_use(capsys, line, message):
     with pytest.raises(SystemExit, match="2"):
-        cli.main(["explain", "split", "--x", "3,y"])
-    assert "'3,y' is not a list of sizes" in capsys.readouterr().err
+        cli.main(line.split())
+    assert message in capsys.readouterr().err
 
 
 def test_info(capsys):
@@ -117,3 +136,78 @@ def test_check_tells_a_failure(capsys, monkeypatch):
     assert status == 1
     assert "FAIL: y differs by 1" in out
     assert out.endswith("FAIL: 0 of 21 variants\n")
+
+
+# ---- kernel folders -----------------------------------------------------------------------------
+
+KERNELS = pathlib.Path(__file__).parents[1] / "examples" / "kernels"
+
+
+def test_info_of_a_folder(capsys):
+    status, out, _ = call(capsys, f"info {KERNELS / 'softmax'}")
+    assert status == 0
+    assert out.startswith("softmax(x, *, axis=-1, outputs=None)\n")
+    assert "x: float32 or float16" in out
+
+
+@pytest.mark.parametrize("how", ["explain", "explain kernel"])
+def test_explain_a_folder(capsys, how):
+    line = f"{how} {KERNELS / 'softmax'} x=float16:8,100 axis=1 --workgroup-size 64"
+    status, out, _ = call(capsys, f"{line} --device apple-m")
+    assert status == 0
+    assert re.search(r"^variant +line_a_workgroup$", out, re.M)
+    assert "@compute @workgroup_size(64)" in out
+    assert "line_an_invocation" in out
+
+
+def test_explain_a_folder_whose_outputs_are_given(capsys, tmp_path):
+    shutil.copytree(resources.shaders(), tmp_path / "Split")
+    manifest = resources.specs() / "ai.onnx.Split.json"
+    shutil.copy(manifest, tmp_path / "Split" / "manifest.json")
+    line = f"explain {tmp_path / 'Split'} input=int32:4,8 axis=1 --output y0=4,4 --output y1=4,4"
+    status, out, _ = call(capsys, f"{line} --device floor")
+    assert status == 0
+    assert re.search(r"^variant +two_outputs_block", out, re.M)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("explain nowhere x=float32:2", "there is no kernel folder nowhere"),
+        ("explain {softmax} x", "'x' is not of the form NAME=VALUE"),
+        ("explain {softmax} x=float33:2", "'float33' is no data type"),
+        ("explain {softmax} x=float32:2 axis=5 --device floor", "axis"),
+        ("explain {softmax} x=float32:2 axis=" + "[" * 9999 + " --device floor", "axis"),
+        ("explain {softmax} x=float32:2,-1", "'2,-1' has a negative size"),
+        ("explain {softmax} x=float32:2 outputs=1", "outputs are named by --output"),
+        ("explain {softmax} x=float32:2 self=1 --device floor", "has no 'self'"),
+        ("explain {softmax} x=float32:2 axes=1 --device floor", "has no 'axes'"),
+        ("explain {softmax} x=float32:2 --output z --device floor", "no output 'z'"),
+        ("info nowhere", "there is no kernel folder nowhere"),
+        ("info some/where", 'load_kernel("some/where", version=1)'),
+        ("test nowhere", "there is no kernel folder nowhere"),
+    ],
+)
+def test_what_is_wrong_with_a_folder(capsys, line, message):
+    status, _, error = call(capsys, line.format(softmax=KERNELS / "softmax"))
+    assert status == 1
+    assert message in error
+
+
+def test_tests_of_a_folder(capsys):
+    status, out, _ = call(capsys, f"test {KERNELS / 'softmax'}")
+    assert status == 0
+    assert re.search(r"softmax: \d+ passed$", out.strip())
+
+
+def test_a_test_that_fails(capsys, tmp_path):
+    shutil.copytree(KERNELS / "gelu", tmp_path / "gelu")
+    file = tmp_path / "gelu" / "test.json"
+    document = json.loads(file.read_text())
+    document["cases"][0]["outputs"]["y"]["data"]["values"][0] += 1
+    file.write_text(json.dumps(document))
+    (tmp_path / "gelu" / "metadata.json").unlink()
+    status, out, _ = call(capsys, f"test {tmp_path / 'gelu'}")
+    assert status == 1
+    assert re.search(r": failed: y\[0, 0\] is .*, expected 0.83", out)
+    assert ", 1 failed" in out or "1 failed," in out

@@ -477,8 +477,11 @@ def test_a_wgsl_error_shows_numbered_lines():
     with pytest.raises(jax_webgpu.ShaderError) as error:
         launched(gpu, with_pass(plan, wgsl=BROKEN))
     message = str(error.value)
-    assert message.startswith(plan.passes[0].label) and plan.label in message
-    assert "missing" in message
+    assert message.startswith(
+        f"{plan.passes[0].label}: wgpu {wgpu.__version__} refuses the shader made of "
+        "split-n.wgsl.jinja (rendered line 3): "
+    )
+    assert plan.label in message and "missing" in message
     numbered = [f"{n:4} | {line}" for n, line in enumerate(BROKEN.splitlines(), start=1)]
     assert message.splitlines()[-4:] == numbered
     assert_split_runs(gpu)
@@ -617,6 +620,7 @@ def test_arrays_of_several_pieces(piece, unified, fresh, mapper):
         assert (done["submissions"] == 1) == (unified or x.nbytes <= 64)
 
 
+@pytest.mark.halves  # buffers whose elements are no whole words
 @pytest.mark.parametrize("unified", [True, False])
 @pytest.mark.parametrize("width", [3, 5, 6])
 def test_rows_with_gaps_between_them(width, unified, fresh, mapper):
@@ -640,6 +644,7 @@ def test_rows_with_gaps_between_them(width, unified, fresh, mapper):
     assert not wide_y[:, :2].any() and not wide_y[:, 2 + width :].any()
 
 
+@pytest.mark.halves  # buffers whose elements are no whole words
 @pytest.mark.parametrize("unified", [True, False])
 def test_bytes_of_an_array_that_end_within_a_word(unified, fresh, mapper):
     gpu = fresh(_PIECE_BYTES=64, _WRITE_BYTES=16, _UNIFIED=KINDS if unified else ())

@@ -34,6 +34,16 @@ def test_attention(run_example):
     assert len(labelled(result.stdout, "variants").split(", ")) == 3
 
 
+def test_transformer_block(run_example):
+    result = run_example("transformer_block.py")
+    assert result.returncode == 0, result.stderr
+    calls, crossing, difference = result.stdout.splitlines()
+    assert calls == "16 calls of WebGPU operators, 17 dispatches, one crossing"
+    together, alone = (int(each.replace(",", "")) for each in re.findall(r"[\d,]+\d", crossing))
+    assert together < alone / 3
+    assert float(difference.rpartition(" ")[2]) < 1e-5
+
+
 def test_train_lm(run_example, tmp_path):
     plot = tmp_path / "plots" / "curves.png"
     result = run_example("train_lm.py", "--small", "--plot", str(plot))

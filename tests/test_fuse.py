@@ -1,6 +1,7 @@
 """`fuse`: the same results in fewer crossings, under every transformation."""
 
 import math
+import pathlib
 from functools import partial
 
 import jax
@@ -823,3 +824,30 @@ def test_groups_of_random_graphs(data):
         made |= inside
         done |= {*unit}
     assert done == set(range(count))
+
+
+def test_the_gradient_where_a_rule_reduces(run):
+    """What no tangent reaches is needed beside what one does, with XLA's sums between them."""
+    kernels = pathlib.Path(__file__).parents[1] / "examples" / "kernels"
+    softmax = jax_webgpu.load_kernel(kernels / "softmax")
+
+    @softmax.defjvp
+    def derivative(primals, tangents, *, axis):
+        y, (t,) = softmax(*primals, axis=axis), tangents
+        return y, y * (t - (y * t).sum(axis, keepdims=True))
+
+    def loss(x):
+        first, second = jax_webgpu.split(x, num_outputs=2, axis=-1)
+        return (softmax(first, axis=-1) * second).sum()
+
+    def plain(x):
+        first, second = jnp.split(x, 2, -1)
+        return (jax.nn.softmax(first) * second).sum()
+
+    x = np.random.default_rng(5).standard_normal((3, 8)).astype("f4")
+    for of in (jax.grad, lambda f: jax.vmap(jax.grad(lambda row: f(row[None])))):
+        gradient = run(of(jax_webgpu.fuse(loss)), x)
+        np.testing.assert_allclose(gradient, of(plain)(x), atol=1e-6)
+        np.testing.assert_allclose(run(jax_webgpu.fuse(of(loss)), x), gradient, atol=1e-6)
+    hessian = run(jax.hessian(jax_webgpu.fuse(loss)), x[:1])
+    np.testing.assert_allclose(hessian, jax.hessian(plain)(x[:1]), atol=1e-5)

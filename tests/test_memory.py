@@ -143,7 +143,7 @@ assert kept() == first, (first, made, kept())
 if jax_webgpu.device_info().kind == "CPU":  # its memory is the host's
     # wgpu keeps a block of memory for buffers that are smaller than these.
     assert before - resident() > 2 * large.nbytes * 0.9, (before, resident(), idle)
-caches = [plan.make, program.alone, jax_webgpu.primitive.Registered.resolve]
+caches = [plan, program.alone, jax_webgpu.primitive.Registered.resolve]
 assert [cache.cache_info().currsize for cache in caches] == [0, 0, 0]
 assert not device.get().linked
 for name, f in OPERATORS.items():

@@ -1,11 +1,14 @@
 """What is shipped: the wheel and what it needs, the folders of specs, and who imports what."""
 
 import ast
+import email
 import graphlib
+import hashlib
 import importlib.metadata
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import tarfile
@@ -15,7 +18,10 @@ import zipfile
 from collections.abc import Iterator
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
+import jax_webgpu
 from jax_webgpu import resources
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -60,12 +66,18 @@ def output_of(*command: object, cwd: pathlib.Path) -> str:
 # --- the wheel -----------------------------------------------------------------------------
 
 
+def build(folder: pathlib.Path, source: pathlib.Path = ROOT) -> pathlib.Path:
+    """Makes an sdist of a source, and a wheel from that sdist, by the installed hatchling."""
+    output_of(
+        *(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, source), cwd=folder
+    )
+    return folder
+
+
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     """A folder with an sdist of the checkout, and a wheel made from that sdist."""
-    folder = tmp_path_factory.mktemp("dist")
-    output_of(sys.executable, "-m", "build", "--outdir", folder, ROOT, cwd=folder)
-    return folder
+    return build(tmp_path_factory.mktemp("dist"))
 
 
 def test_wheel_holds_the_package_alone(dist):
@@ -78,19 +90,72 @@ def test_wheel_holds_the_package_alone(dist):
     assert {f"jax_webgpu/specs/{name}" for name in SPECS + OWN + OVERLAYS} <= shipped
     assert {f"jax_webgpu/shaders/{name}" for name in SHADERS + OWN_SHADERS} <= shipped
     assert "jax_webgpu/py.typed" in shipped
-    assert {f"jax_webgpu/{path.relative_to(PACKAGE)}" for path in PACKAGE.rglob("*.py")} == {
-        name for name in shipped if name.endswith(".py")
+    assert shipped == {
+        *(f"jax_webgpu/{path.relative_to(PACKAGE)}" for path in PACKAGE.rglob("*.py")),
+        *(f"jax_webgpu/specs/{path.name}" for path in (ROOT / "specs").iterdir()),
+        *(f"jax_webgpu/shaders/{path.name}" for path in (ROOT / "shaders").iterdir()),
+        "jax_webgpu/py.typed",
     }
-    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
+    own = {name.split("/", 1)[1] for name in names if ".dist-info/" in name}
+    assert own == {"METADATA", "RECORD", "WHEEL", "licenses/LICENSE"}
 
 
-def test_sdist_holds_the_tests_and_no_build_outputs(dist):
+def test_metadata_of_the_wheel(dist):
+    (wheel,) = dist.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith("/METADATA")]
+        metadata = email.message_from_bytes(archive.read(name))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+
+    assert (metadata["Name"], metadata["Version"]) == ("jax-webgpu", jax_webgpu.__version__)
+    assert metadata["Requires-Python"] == ">=3.11"
+    assert (metadata["License-Expression"], metadata["License-File"]) == ("Apache-2.0", "LICENSE")
+    assert "Typing :: Typed" in metadata.get_all("Classifier")
+    assert set(metadata.get_all("Provides-Extra")) == {*extras}
+    needed = [Requirement(text) for text in metadata.get_all("Requires-Dist")]
+    always = {str(each) for each in needed if each.marker is None}
+    assert always == {str(Requirement(text)) for text in project["dependencies"]}
+    assert not any(each.url for each in needed)
+    assert "# jax_webgpu" in metadata.get_payload()
+
+
+def test_sdist_holds_what_git_does_and_nothing_else(dist):
+    """But for the files of this checkout's own workings, whose names start with a point."""
     (sdist,) = dist.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
-        names = {name.partition("/")[2] for name in archive.getnames()}
+        files = [member for member in archive.getmembers() if not member.isdir()]
+    assert all(member.isfile() and (member.uid, member.uname) == (0, "") for member in files)
+    names = {member.name.partition("/")[2] for member in files}
 
-    assert {"dev", "LICENSE", "README.md", "pyproject.toml", "tests/test_package.py"} <= names
-    assert not [name for name in names if "__pycache__" in name or name.startswith(".venv")]
+    def listed(*options: str) -> set[str]:
+        found = output_of("git", "ls-files", "--exclude-standard", *options, cwd=ROOT).splitlines()
+        return {name for name in found if not name.startswith(".") and (ROOT / name).exists()}
+
+    tops = {name.split("/")[0] for name in listed("--cached")}
+    # What is about to be committed counts, but for a stray file beside the folders.
+    expected = {name for name in listed("--cached", "--others") if name.split("/")[0] in tops}
+    assert names == expected | {".gitignore", "PKG-INFO"}
+
+
+def test_two_builds_are_the_same_bytes(dist, tmp_path, monkeypatch):
+    """Of copies made at another time, in another place, in the order that the disk has them."""
+    (sdist,) = dist.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path / "source", filter="data")
+    (source,) = (tmp_path / "source").iterdir()
+    for path in source.rglob("*"):
+        path.chmod(0o700 if path.is_dir() or path.name == "dev" else 0o600)
+        os.utime(path, (1, 1_700_000_000))
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "1750000000")
+    digests = []
+    for number, origin in enumerate([ROOT, source]):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        built = build(folder, origin).iterdir()
+        digests.append({path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in built})
+    assert len(digests[0]) == 2
+    assert digests[0] == digests[1]
 
 
 CALLS = """
@@ -145,7 +210,7 @@ import pathlib, sys
 
 import jax_webgpu
 
-assert "wgpu" not in sys.modules
+assert not {"wgpu", "huggingface_hub"} & sys.modules.keys()
 maps = pathlib.Path("/proc/self/maps")
 assert not maps.exists() or "libvulkan" not in maps.read_text()
 
@@ -160,6 +225,40 @@ print("imported")
 
 def test_import_takes_no_gpu():
     assert output_of(sys.executable, "-c", IMPORT, cwd=ROOT).endswith("imported\n")
+
+
+# --- versions ------------------------------------------------------------------------------
+
+LOCK = ROOT / ".ci" / "requirements.txt"
+
+
+def test_the_lock_has_a_version_and_a_hash_of_everything():
+    """And nothing else: no addresses, of which a hash makes none better than another."""
+    lines = LOCK.read_text().splitlines()
+    locked = [line for line in lines if not line.startswith("#")]
+    assert all(re.fullmatch(r"[\w.-]+==[\w.]+ --hash=sha256:[0-9a-f]{64}", each) for each in locked)
+    assert len(locked) > 40
+
+
+def test_the_lock_is_of_this_pyproject():
+    """Else `./dev lock`."""
+    locked = {}
+    for line in LOCK.read_text().splitlines():
+        if not line.startswith("#"):
+            name, version = line.split()[0].split("==")
+            locked[canonicalize_name(name)] = version
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    wanted = [*project["dependencies"], *extras["test"], *extras["hub"], *extras["examples"]]
+    for each in map(Requirement, wanted):
+        if each.name != "jax-webgpu":
+            assert each.specifier.contains(locked[canonicalize_name(each.name)]), each
+
+
+def test_the_lowest_versions_can_be_told():
+    """`./dev` makes `==` of `>=`."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert all(re.fullmatch(r"\w+>=[\d.]+", each) for each in project["dependencies"])
 
 
 # --- specs and shaders ---------------------------------------------------------------------
@@ -209,7 +308,7 @@ def test_spec_is_named_after_its_operator_and_has_its_shaders(name):
 # The package has three layers. The first makes plans and needs neither JAX nor a GPU, the second
 # runs them, the third teaches JAX to. A module that is not named here belongs to the first.
 
-RUNNING = {"device", "group", "runtime", "tuning"}
+RUNNING = {"device", "group", "review", "runtime", "trial", "tuning"}
 CALLING = {"", "__main__", "cli", "explain", "fuse", "ops", "primitive", "selftest"}
 
 
@@ -278,8 +377,12 @@ def test_two_modules_import_the_unstable_parts_of_jax():
     assert importers("jax._src") == set()
 
 
-def test_jinja_parses_expressions_and_templates_and_nothing_else():
-    assert importers("jinja2") == {"expressions", "templates"}
+def test_jinja_s_trees_are_those_of_expressions_and_templates_and_nothing_else():
+    assert importers("jinja2") == {"expressions", "grammar", "lint", "templates"}
+
+
+def test_one_module_imports_the_hub_s_client():
+    assert importers("huggingface_hub") == {"hub"}
 
 
 def test_jax_is_imported_by_what_calls_it_alone():
@@ -302,7 +405,8 @@ def test_imports_make_no_circle():
 
 def test_what_is_imported_is_declared():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    declared = {requirement.split(">=")[0] for requirement in project["dependencies"]}
+    requirements = project["dependencies"] + project["optional-dependencies"]["hub"]
+    declared = {requirement.split(">=")[0] for requirement in requirements}
     imported = {name.split(".")[0] for names in IMPORTS.values() for name in names}
 
     assert imported - set(sys.stdlib_module_names) - {"jax_webgpu"} <= declared

@@ -4,15 +4,16 @@ import math
 import os
 import re
 import struct
+import traceback
 from pathlib import Path
 
 import pytest
 from cases import LARGE_CASES, RotaryCase, SplitCase
 from engine import SPECS, operator, resolved, rotary, split, step, variant
 
-from jax_webgpu import plan
+from jax_webgpu import plan, variants
 from jax_webgpu.capabilities import IDEAL, PRESETS, make
-from jax_webgpu.errors import CallError, DeviceError, LimitError
+from jax_webgpu.errors import CallError, DeviceError, LimitError, SpecError
 from jax_webgpu.resolve import Tensor, resolve
 
 FLOOR = PRESETS["floor"]
@@ -368,6 +369,47 @@ def test_values_that_are_exact(type, value, data):
     assert params(field(type=type, value=value)).data[:4] == data
 
 
+def structs(*entries, **keys):
+    """The declarations of structs with these keys, each of one field."""
+    bindings = [{"struct": [field(value=1)], "name": name} | more for name, more in entries]
+    only = one_pass("{{ env.wgsl.resourceDeclarations }}", into={"bindings": bindings, **keys})
+    return re.findall(r"struct (\w+)|var<uniform> (\w+: \w+)", only.wgsl)
+
+
+def test_structs_are_named():
+    def names(*entries):
+        return [struct or variable for struct, variable in structs(*entries)]
+
+    assert names(("p", {})) == ["Params", "p: Params"]
+    assert names(("p", {"structName": "Own"})) == ["Own", "p: Own"]
+    # Two would be declared twice: each is named after its binding.
+    assert names(("sizes", {}), ("params", {})) == (
+        ["Sizes", "Params", "sizes: Sizes", "params: Params"]
+    )
+    # One with a name of its own leaves the other's be.
+    two = ("sizes", {"structName": "S"}), ("p", {})
+    assert names(*two) == ["S", "Params", "sizes: S", "p: Params"]
+    # A type and a variable cannot have one name.
+    assert names(("Params", {})) == ["Params_", "Params: Params_"]
+    assert names(("a", {}), ("A", {})) == ["A_", "A__", "a: A_", "A: A__"]
+    assert names(("x", {"structName": "Params"}), ("p", {})) == (
+        ["Params", "Params_", "x: Params", "p: Params_"]
+    )
+
+
+def test_structs_of_one_name_are_one_type():
+    two = ("a", {"structName": "S"}), ("b", {"structName": "S"})
+    assert [struct or name for struct, name in structs(*two)] == ["S", "a: S", "b: S"]
+    other = ("b", {"structName": "S", "struct": [field("m", value=1)]})
+    with pytest.raises(SpecError, match=r"passes\[0\]\.bindings: two structs are named S"):
+        structs(two[0], other)
+
+
+def test_padding_takes_no_name_that_is_taken():
+    bound = params(field("_pad0", value=7), field("_pad2", value=8))
+    assert [name for name, _, _ in bound.fields] == ["_pad0", "_pad2", "_pad1", "_pad3"]
+
+
 def test_a_struct_may_be_stored_and_have_a_name_of_its_own():
     bindings = {
         "params": {"struct": [field(value=1)], "buffer": "read-only-storage", "structName": "P"}
@@ -438,6 +480,14 @@ def bound(*entries, dtype="float16", shape=(2, 3), derive=None, **keys):
         ({"scratch": "tmp", "name": "t"}, ("t", "storage", "array<i32>", "tmp", 40)),
         ({"name": "tmp", "elementType": "vec2<i32>"},
          ("tmp", "storage", "array<vec2<i32>>", "tmp", 40)),
+        ({"name": "tmp", "elementType": "atomic<i32>"},
+         ("tmp", "storage", "array<atomic<i32>>", "tmp", 40)),
+        ({"name": "tmp", "elementType": "atomic<u32>", "length": 64},
+         ("tmp", "storage", "array<atomic<u32>, 64>", "tmp", 256)),
+        ({"name": "x", "elementType": "mat2x2<f16>"},
+         ("x", "read-only-storage", "array<mat2x2<f16>>", "x", 12)),
+        ({"name": "x", "elementType": "$float32"},
+         ("x", "read-only-storage", "array<f32>", "x", 12)),
     ],
     ids=str,
 )  # fmt: skip
@@ -473,8 +523,8 @@ def test_what_is_bound_is_never_empty(shape, element, size):
         ({"name": "x", "elementType": "$T2"}, "the element type $T2 of x is 5"),
         ({"name": "x", "elementType": "$none"}, "the element type $none of x is undefined"),
         (
-            {"name": "x", "elementType": "f64"},
-            "the binding x: 'f64' is not a WGSL scalar",
+            {"name": "x", "elementType": "$double"},
+            "the binding x: 'f64' is not a WGSL scalar, vector, matrix or array",
         ),
         ({"name": "x", "length": 0}, "the length of x comes out as 0"),
         ({"name": "x", "length": "1.5"}, "the length of x comes out as 1.5"),
@@ -482,7 +532,7 @@ def test_what_is_bound_is_never_empty(shape, element, size):
 )
 def test_bindings_that_are_refused(entry, message):
     with refused(f"Small.only: {message}"):
-        bound(entry, derive={"T2": 5, "none": "attrs.size"})
+        bound(entry, derive={"T2": 5, "none": "attrs.size", "double": "'f64'"})
 
 
 def test_a_port_that_is_absent_cannot_be_bound():
@@ -509,6 +559,55 @@ def test_declarations():
 def test_view_aliases_are_kept():
     (only,) = plan.make(split((3, 4), (3, 4)), FLOOR).passes
     assert only.view_alias == (("src", "dst"),)
+
+
+def test_a_pass_that_would_copy_an_array_to_itself_is_skipped():
+    names = [{"arg": "both", "name": name} for name in ("a", "b")]
+    names += ["x", {"arg": "x", "name": "same"}, "y"]
+
+    def labels(*pairs):
+        alias = [{"input": read, "output": written} for read, written in pairs]
+        passes = [step(id="copy", bindings=names, viewAlias=alias), step(id="last")]
+        keys = PORTS | {"variants": [variant("only", passes=passes)]}
+        spec = operator("{{ id }}", **keys)
+        inputs = {"x": Tensor((2, 3), "float32"), "both": Tensor((2, 3), "float32")}
+        return [each.label for each in plan.make(resolve(spec, inputs), FLOOR).passes]
+
+    assert labels(("a", "b")) == labels(("a", "b"), ("x", "same")) == ["Small.only.last"]
+    assert labels() == labels(("x", "y")) == labels(("a", "b"), ("x", "y"))
+    assert labels() == ["Small.only.copy", "Small.only.last"]
+
+
+def test_a_type_variable_has_one_scalar_for_all_its_ports():
+    # Where one of them is stored narrower `$M` is that scalar, and it is the default for all.
+    ports = {"a": {"dtype": "M", "storage": "uint32"}, "b": {"dtype": "M"}, "c": {"dtype": "int64"}}
+    spec = operator(
+        typeConstraints={"M": ["int64"]},
+        inputs=ports,
+        outputs={"y": {"dtype": "int64", "storage": "int32", "shape": []}},
+        variants=[variant("only", passes=[step(bindings=["a", "b", "c", "y"])])],
+    )
+    call = resolve(spec, {name: Tensor((3,), "int64") for name in "abc"})
+    a, b, c, y = plan.make(call, FLOOR).passes[0].bindings
+    assert [each.type for each in (a, b)] == ["array<u32>"] * 2
+    assert [each.type for each in (c, y)] == ["array<vec2<u32>>", "array<i32>"]
+    assert [each.size for each in (a, b, c, y)] == [12, 24, 24, 4]
+
+
+def test_names_that_a_manifest_derives_anew_do_not_change_what_is_declared():
+    derive = {name: "5" for name in ("dtypes", "args", "tunables", "device", "attrs", "shapes")}
+    only = one_pass(
+        "{{ dtypes }} {{ tunables }} {{ device }} {{ env.device.limits.maxBindGroups }}",
+        derive=derive,
+        args={"n": {"kind": "u32"}},
+        call={"args": {"n": 3}},
+        tunables={"SIZE": {"default": 1}},
+        outputs={"y": {"dtype": "T", "shape": [1]}},
+        bindings={"params": {"struct": [field()]}},
+        into={"bindings": [{"name": "x", "elementType": "$T"}, "params"]},
+    )
+    assert only.bindings[0].type == "array<f32>" and only.bindings[1].data[0] == 3
+    assert only.wgsl == "5 5 5 4"
 
 
 # --- names in scope -----------------------------------------------------------------------------
@@ -624,6 +723,125 @@ def test_repeat_groups_nest():
     assert [each.wgsl for each in ready.passes] == ["001", "102", "112", "203", "213", "223"]
 
 
+def test_nested_groups_may_name_their_index_alike():
+    inner = {"repeat": {"count": "i + 1", "index": "i"}, "passes": [step()]}
+    passes = [{"repeat": {"count": 2, "index": "i"}, "passes": [step(), inner, step()]}, step()]
+    template = "{% if i is defined %}{{ i }}{{ i_count }}{{ repeat.index }}{% endif %}"
+    ready = planned(template, variants=[variant("only", passes=passes)])
+    assert [each.wgsl for each in ready.passes] == [
+        *("020", "010", "020", "121", "020", "121", "121"),
+        "",
+    ]
+
+
+def test_a_count_does_not_see_its_own_index():
+    group = {"repeat": {"count": "i + 1", "index": "i"}, "passes": []}
+    with pytest.raises(SpecError, match=r"repeat\.count: unknown name i in `i \+ 1`"):
+        planned(variants=[variant("only", passes=[group])])
+    group["repeat"] = {"count": 1, "index": "derive"}
+    with pytest.raises(SpecError, match=r"repeat\.index: `derive` is the object of all"):
+        planned(variants=[variant("only", passes=[group])])
+
+
+def test_groups_of_no_turns():
+    inner = {"repeat": {"count": "i", "index": "j"}, "passes": [step()]}
+    outer = {"repeat": {"count": 2, "index": "i"}, "passes": [inner]}
+    ready = planned("{{ i }}{{ j }}", variants=[variant("only", passes=[outer])])
+    assert [each.wgsl for each in ready.passes] == ["10"]
+    outer["repeat"]["count"] = "numel([])  - 1"
+    assert planned("{{ i }}{{ j }}", variants=[variant("only", passes=[outer])]).passes == ()
+
+
+def recurrent(count, **keys):
+    """A repeat group whose uniform and dispatch change with the turn, and whose WGSL does not."""
+    one = step(
+        derive={"half": "i % 2", "width": "ranks.x * 4"},
+        bindings=["x", "y", "sizes", "turn"],
+        dispatch={"x": "half + 1"},
+    )
+    bindings = {
+        "sizes": {"struct": [field(value="width")], "structName": "Sizes"},
+        "turn": {"struct": [field("at", value="i"), field("of", value="i_count")]},
+    }
+    passes = [{"repeat": {"count": count, "index": "i"}, "passes": [one | keys]}]
+    return {"bindings": bindings, "variants": [variant("only", passes=passes)]}
+
+
+def test_turns_share_what_does_not_change(monkeypatch):
+    rendered, packed = [], []
+    render, bind = plan.render, plan._Step._bind
+    monkeypatch.setattr(plan, "render", lambda *a, **k: rendered.append(a) or render(*a, **k))
+    monkeypatch.setattr(plan._Step, "_bind", lambda *a: packed.append(a[1].name) or bind(*a))
+    ready = planned("{{ width }} {{ env.wgsl.resourceDeclarations }}", **recurrent(300))
+    assert len(ready.passes) == 300 and len(rendered) == 1
+    assert {name: packed.count(name) for name in packed} == {
+        **dict.fromkeys(("x", "y", "sizes"), 1),
+        "turn": 300,
+    }
+    assert [each.workgroups[0] for each in ready.passes[:3]] == [1, 2, 1]
+    for index, each in enumerate(ready.passes):
+        assert each.bindings[3].data == struct.pack("<4I", index, 300, 0, 0)
+        assert each.wgsl is ready.passes[0].wgsl and each.bindings[2].data[0] == 8
+
+
+@pytest.mark.parametrize(
+    ("template", "texts", "times"),
+    [
+        ("{{ half }}", "010101", 2),
+        ("{{ derive.half }}", "010101", 2),
+        ("{{ derive['ha' ~ 'lf'] }}", "010101", 6),  # which one is not known
+        ("{% if half is defined %}{{ width }}{% endif %}", "888888", 2),
+        ("{{ half | default(3) }}", "010101", 2),
+        ("{{ repeat.index }}", "012345", 6),
+        ("{{ i }}", "012345", 6),
+        ("{{ i_count }}{{ repeat_ }}", "666666", 1),
+        ("{% macro m(i) %}{{ i }}{% endmacro %}{{ m(1) }}", "111111", 6),  # might be the turn's
+        ("{{ shapes.x[0] }}", "222222", 1),
+    ],
+)
+def test_a_template_is_rendered_again_where_a_name_in_it_changes(
+    template, texts, times, monkeypatch
+):
+    rendered, render = [], plan.render
+    monkeypatch.setattr(plan, "render", lambda *a, **k: rendered.append(a) or render(*a, **k))
+    passes = planned(template, **recurrent(6)).passes
+    assert "".join(each.wgsl for each in passes) == texts
+    assert len(rendered) == times
+
+
+def test_equal_values_of_two_kinds_are_not_taken_for_each_other():
+    one = step(derive={"a": "1 if i == 0 else (true if i == 1 else '1')"})
+    group = {"repeat": {"count": 3, "index": "i"}, "passes": [one]}
+    ready = planned("{{ a }}", variants=[variant("only", passes=[group])])
+    assert [each.wgsl for each in ready.passes] == ["1", "true", "1"]
+    one["derive"] = {"a": "[[1], {'b': i == 0}]"}
+    group["passes"] = [one]
+    ready = planned("{{ a[1].b }}{{ a[0][0] }}", variants=[variant("only", passes=[group])])
+    assert [each.wgsl for each in ready.passes] == ["true1", "false1", "false1"]
+
+
+def test_a_turn_does_not_see_what_the_last_one_derived():
+    derive = {"first": "late is undefined", "base": "base + i", "late": "i"}
+    group = {"repeat": {"count": 3, "index": "i"}, "passes": [step(derive=derive), step()]}
+    ready = planned(
+        "{{ first }}{{ base }}{{ late }}{{ derive.base }}",
+        derive={"base": 10},
+        variants=[variant("only", passes=[group])],
+    )
+    assert [each.wgsl for each in ready.passes] == [
+        *("true10010", "1010", "true11111", "1010", "true12212", "1010"),
+    ]
+
+
+def test_turns_are_bounded_whatever_they_hold():
+    empty = {"repeat": {"count": 4096, "index": "i"}, "passes": []}
+    idle = {"repeat": {"count": 4096, "index": "i"}, "passes": [step(dispatch={"x": 0})] * 4}
+    for group in (empty, idle):
+        nested = {"repeat": {"count": 4096, "index": "j"}, "passes": [group]}
+        with refused("Small.only: repeat groups of more than 16384 turns"):
+            planned(variants=[variant("only", passes=[nested])])
+
+
 @pytest.mark.parametrize(
     ("count", "message"),
     [
@@ -664,6 +882,42 @@ def test_f16_is_enabled_where_it_is_used_and_not_enabled_yet(code, enabled):
 
 
 # --- the plan -----------------------------------------------------------------------------------
+
+
+def test_hints_change_nothing():
+    """How a pass is timed and submitted, and what width its template is written for."""
+    hints = {"profile": "any", "submitAfter": True, "subgroupCollectivesWidth": 32}
+    plain, hinted = one_pass("a"), one_pass("a", into=hints)
+    assert plain == hinted
+
+
+def test_a_pass_names_its_template():
+    assert one_pass().template == "t.wgsl.jinja"
+
+
+def test_a_refusal_is_kept_too(monkeypatch):
+    select, asked = variants.select, []
+    monkeypatch.setattr(variants, "select", lambda *a: asked.append(a) or select(*a))
+    call = split((70_001, 3), (70_001, 3)).with_tunables(WORKGROUP_SIZE=4096)
+    device = make("a device of its own", maxStorageBufferBindingSize=1000)
+    errors = []
+    for _ in range(3):
+        with pytest.raises(LimitError, match="maxStorageBufferBindingSize of a device") as caught:
+            plan.make(call, device)
+        errors.append(caught.value)
+    assert len(asked) == 1 and len({str(error) for error in errors}) == 1
+    depths = [len(list(traceback.walk_tb(error.__traceback__))) for error in errors]
+    assert len(set(depths)) == 1  # a traceback that is kept would grow
+
+
+def test_limit_of_an_intermediate():
+    scratch = {"id": "tmp", "dtype": "float32", "shape": ["pow(2, 44)"]}
+    with refused(
+        "Small.only: the intermediate tmp in bytes: 70,368,744,177,664; maxBufferSize of floor is "
+        "268,435,456",
+        LimitError,
+    ):
+        planned(variants=[variant("only", intermediates=[scratch])])
 
 
 def test_equal_calls_share_a_plan():

@@ -3,21 +3,22 @@
 import re
 from pathlib import Path
 
-README = (Path(__file__).parents[1] / "README.md").read_text()
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
 
 
 def test_examples(run_snippet):
     examples = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    printed = re.search(r"It prints the adapter it found, then `(.*?)`", README)
-    result = run_snippet("\n".join(examples))
+    printed = re.findall(r"^It prints (?:the adapter it found, then )?`(.*?)`", README, re.M)
+    result = run_snippet("\n".join([f"import os; os.chdir({str(ROOT)!r})", *examples]))
     assert result.returncode == 0, result.stderr
-    adapter, last = result.stdout.splitlines()
+    adapter, *lines = result.stdout.splitlines()
     assert adapter
-    assert last == printed[1]
+    assert lines == printed and len(printed) == 2
 
 
 def test_fuse_example(run_snippet):
-    text = (Path(__file__).parents[1] / "docs" / "fuse.md").read_text()
+    text = (ROOT / "docs" / "fuse.md").read_text()
     (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     result = run_snippet(example)
     assert result.returncode == 0, result.stderr

@@ -7,7 +7,7 @@ import pytest
 from engine import ROTARY, SPLIT, operator, rotary, split, variant
 
 from jax_webgpu.capabilities import IDEAL, PRESETS
-from jax_webgpu.errors import CallError
+from jax_webgpu.errors import CallError, SpecError
 from jax_webgpu.resolve import Tensor, extend, resolve, scope
 from jax_webgpu.values import UNDEFINED
 
@@ -146,6 +146,24 @@ def test_the_caller_s_shape_comes_before_the_manifest_s():
     assert outputs_of({"shape": "shapes.x"}, asked={"y": [9]}).shape == (9,)
 
 
+def test_an_output_s_shape_sees_which_outputs_are_asked_for_and_those_before_it():
+    port = {"dtype": "T", "optional": True}
+    outputs = {
+        "y": {"dtype": "T", "shape": ["2 if present.z else 1", "4 if present.w else 3"]},
+        "z": port | {"shape": "shapes.y + [ranks.y]"},
+        "w": port | {"shape": []},
+    }
+    resolved = call(operator(outputs=outputs), outputs={"z": None, "y": None})
+    assert [tensor.shape for _, tensor in resolved.outputs] == [(2, 3), (2, 3, 2)]
+    assert call(operator(outputs=outputs)).outputs == (("y", Tensor((1, 3), "float32")),)
+
+
+@pytest.mark.parametrize("shape", ["[big] if big is defined else [9]", "[derive['b' ~ 'ig']]"])
+def test_what_an_output_s_shape_may_read_is_derived(shape):
+    derive = {"size": "numel(shapes.y)", "big": "numel(shapes.x)"}
+    assert outputs_of({"shape": shape}, derive=derive).shape == (6,)
+
+
 def test_optional_outputs_exist_only_if_asked_for():
     shapes = {"y1": (2, 3), "y0": (1, 3)}
     resolved = resolve(SPLIT, {"input": X}, outputs=shapes)
@@ -168,6 +186,24 @@ def test_output_dtypes():
     assert outputs_of(keys, typeConstraints=constraints).dtype == "uint8"  # the only one
     with refused("Small: no input decides the dtype of y"):
         outputs_of({"shape": [], "dtype": "P"}, typeConstraints=constraints)
+    # ... and then the caller may, as for a cast.
+    keys = {"port": {"shape": [], "dtype": "P"}, "typeConstraints": constraints}
+    assert outputs_of(**keys, asked={"y": Tensor((), "uint32")}) == Tensor((), "uint32")
+    with refused("Small: y has dtype uint8; expected int32 or uint32"):
+        outputs_of(**keys, asked={"y": Tensor((), "uint8")})
+    with refused("Small: y has dtype float16; expected float32, the dtype of x"):
+        outputs_of({"shape": []}, asked={"y": Tensor((), "float16")})
+
+
+def test_a_dtype_that_the_caller_decides_is_bound_for_all_outputs():
+    port = {"dtype": "P", "shape": []}
+    spec = operator(
+        typeConstraints={"T": ["float32"], "P": ["int32", "uint32"]},
+        outputs={"y": port, "z": port},
+    )
+    resolved = call(spec, outputs={"y": None, "z": Tensor((), "uint32")})
+    assert [tensor.dtype for _, tensor in resolved.outputs] == ["uint32", "uint32"]
+    assert scope(resolved, IDEAL)["logicalDtypes"] == {"T": "float32", "P": "uint32"}
 
 
 # --- attributes, args, tunables -----------------------------------------------------------------
@@ -261,6 +297,9 @@ def test_args():
         ({"count": None}, "Small: the argument count is missing"),
         ({"count": 1.5}, "Small: count is 1.5; expected u32"),
         ({"count": True}, "Small: count is true; expected u32"),
+        ({"count": -1}, "Small: count is -1; expected u32, from 0 to 4294967295"),
+        ({"count": 2**32}, "Small: count is 4294967296; expected u32, from 0 to 4294967295"),
+        ({"shift": 2**31}, "Small: shift is 2147483648; expected i32, from -2147483648 to 2147483"),
         ({"shift": 0}, "Small: shift is 0; expected one of -1, 1"),
         ({"scale": "1"}, 'Small: scale is "1"; expected f32'),
         ({"flag": 1}, "Small: flag is 1; expected bool"),
@@ -363,6 +402,36 @@ def test_storage(dtype, wgsl, storage):
     assert names["tensorDtypes"] == {"input": storage, "y0": storage}
 
 
+@pytest.mark.parametrize(
+    ("dtype", "wgsl", "storage"),
+    [
+        ("int64", "i32", "int32"),
+        ("int32", "i32", "int32"),
+        ("uint8", "i32", "int32"),
+        ("float32", "f32", "float32"),  # no whole number: it lies as it is
+        ("bool", "u32", "uint32"),
+    ],
+)
+def test_storage_of_a_type_variable_that_admits_more_than_int64(dtype, wgsl, storage):
+    spec = operator(
+        typeConstraints={"I": ["int64", "int32", "uint8", "float32", "bool"]},
+        inputs={"x": {"dtype": "I", "storage": "int32"}},
+        outputs={"y": {"dtype": "I", "shape": []}},
+    )
+    names = scope(call(spec, inputs={"x": Tensor((), dtype)}), IDEAL)
+    assert names["dtypes"] == {"I": wgsl} and names["tensorDtypes"]["x"] == storage
+
+
+def test_what_does_not_fit_a_storage_is_an_error_unless_the_manifest_says_otherwise():
+    def narrowing(**port):
+        return operator(inputs={"x": {"dtype": "int64"} | port}).inputs["x"].narrowing
+
+    assert narrowing() is None
+    assert narrowing(storage="int32") == narrowing(storage="uint32", narrowing="checked")
+    assert narrowing(storage="int32") == "checked"
+    assert narrowing(storage="int32", narrowing="saturating") == "saturating"
+
+
 def test_a_concrete_dtype_is_a_key_too():
     spec = operator(
         inputs={"x": {"dtype": "int64", "storage": "int32"}, "z": {"dtype": "int64"}},
@@ -407,7 +476,56 @@ def test_equal_calls_are_equal():
     assert hash(call(operator(attributes=ATTRIBUTES), attributes={"axes": [[1], [2]]}))
 
 
-def test_in_out_ports():
-    port = {"dtype": "T", "shape": "shapes.x"}
-    resolved = call(operator(inputs={"x": {"dtype": "T"}}, outputs={"x": port}, variants=[]))
-    assert resolved.inputs == resolved.outputs == (("x", X),)
+# --- in-out ports -------------------------------------------------------------------------------
+
+
+def in_out(read, written, *, given=X, **keywords):
+    """A call of a manifest whose port `x` is an input and an output."""
+    variables = {"T": ["float32"], "I": ["int64", "int32"]}
+    ports = {"inputs": {"x": read}, "outputs": {"x": written}}
+    spec = operator(typeConstraints=variables, variants=[], **ports)
+    return call(spec, inputs={"x": given}, **keywords)
+
+
+def test_an_in_out_port_is_one_array():
+    for written in ({}, {"shape": "shapes.x"}, {"shape": [2, "dim(shapes.x, -1)"]}):
+        resolved = in_out({"dtype": "T"}, {"dtype": "T"} | written)
+        assert resolved.inputs == resolved.outputs == (("x", X),)
+        assert scope(resolved, IDEAL)["present"] == {"x": True}
+    assert in_out({"dtype": "T"}, {"dtype": "T"}, outputs={"x": (2, 3)}).outputs == (("x", X),)
+
+
+@pytest.mark.parametrize(
+    ("written", "outputs"),
+    [({"shape": [3, 2]}, None), ({}, {"x": (3, 2)}), ({"shape": "shapes.x"}, {"x": [3, 2]})],
+)
+def test_the_two_sides_of_an_in_out_port_agree(written, outputs):
+    message = "Small: x goes in as float32[2,3] and out as float32[3,2]; an in-out port is one"
+    with refused(message):
+        in_out({"dtype": "T"}, {"dtype": "T"} | written, outputs=outputs)
+
+
+def test_an_in_out_port_that_is_left_out_on_one_side():
+    read, written = {"dtype": "T", "optional": True}, {"dtype": "T", "optional": True}
+    resolved = in_out(read, written, outputs={})
+    assert resolved.outputs == () and scope(resolved, IDEAL)["present"] == {"x": True}
+    with refused("Small: the manifest states no shape for x; one is needed"):
+        in_out(read, written, given=None, outputs={"x": None})
+    resolved = in_out(read, written, given=None, outputs={"x": (4,)})
+    assert (resolved.inputs, resolved.outputs) == ((), (("x", Tensor((4,), "float32")),))
+
+
+@pytest.mark.parametrize(
+    ("read", "written"),
+    [({"storage": "int32"}, {}), ({}, {"storage": "int32"}), ({"storage": "int32"},) * 2],
+)
+def test_an_in_out_port_has_one_storage(read, written):
+    resolved = in_out({"dtype": "I"} | read, {"dtype": "I"} | written, given=Tensor((2,), "int64"))
+    for port in (resolved.spec.inputs["x"], resolved.spec.outputs["x"]):
+        assert resolved.storage(port).name == port.storage == "int32"
+        assert port.narrowing == "checked"
+
+
+def test_an_in_out_port_with_two_storages_is_refused():
+    with pytest.raises(SpecError, match=r"\$\.outputs\.x: the in-out port x has two storages"):
+        in_out({"dtype": "I", "storage": "int32"}, {"dtype": "I", "storage": "uint32"})

@@ -53,7 +53,7 @@ assert all(len(kept.groups) <= device.MAX_BIND_GROUPS for kept in gpu._programs.
 assert len(gpu._pipelines) <= 8 and len(gpu._uniforms) <= 16
 assert gpu._pool.idle_bytes == sum(each.size for each in gpu._pool.idle.values()) <= 1 << 20
 assert sorted(gpu._pool.idle) == sorted(sum(gpu._pool.classes.values(), []))
-for cache in (plan.make, program.alone, jax_webgpu.primitive.Registered.resolve):
+for cache in (plan, program.alone, jax_webgpu.primitive.Registered.resolve):
     assert cache.cache_info().currsize <= cache.cache_info().maxsize
 print(json.dumps({{"calls": calls, "most threads": 8}}))
 """
@@ -163,7 +163,7 @@ def test_which_modules_have_locks():
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and node.attr in ("Lock", "RLock", "Condition")
     }
-    assert locking == {"config", "device"}
+    assert locking == {"config", "device", "spec"}
     for name in locking:
         assert not [each for each in imported(trees[name]) if each.split(".")[0] == "jax"]
 

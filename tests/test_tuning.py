@@ -18,7 +18,8 @@ def tuned(monkeypatch, tmp_path):
 
     def write(content):
         file.parent.mkdir(exist_ok=True)
-        file.write_text(content if isinstance(content, str) else json.dumps(content))
+        content = content if isinstance(content, str | bytes) else json.dumps(content)
+        file.write_bytes(content if isinstance(content, bytes) else content.encode())
         tuning.load.cache_clear()
         return file
 
@@ -67,13 +68,15 @@ def test_a_call_s_own_tunable_comes_first_and_the_limit_last(tuned):
     [
         "{",
         "[]",
+        "[" * 100_000,
+        b'{"a": "\x86"}',
         '{"a": 1}',
         {"a": {"Split": {"uint32": {"SIZE": 3}}}},
         {"a": {"Split": {"uint32": {"WORKGROUP_SIZE": "64"}}}},
         {"a": {"Split": {"uint32": {"WORKGROUP_SIZE": 0}}}},
         {"a": {"Split": {"uint32": {"WORKGROUP_SIZE": True}}}},
     ],
-    ids=str,
+    ids=lambda content: ascii(content)[:40],
 )
 def test_another_file_is_refused_by_name(content, tuned):
     file = tuned(content)

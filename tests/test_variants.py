@@ -1,5 +1,7 @@
 """Which variant is chosen, and what is said when none is."""
 
+import dataclasses
+
 import pytest
 from cases import CASES
 from engine import (
@@ -115,6 +117,25 @@ def test_a_superseded_variant_gives_way_to_one_that_applies_and_is_not_demoted()
     assert str(caught.value).splitlines()[1:] == ["  a: b supersedes it", "  b: a supersedes it"]
 
 
+def test_what_is_superseded_supersedes_others_all_the_same():
+    # a is worse than b, and b than c: where all apply a does not come back because b is refused.
+    a, b, c = (variant("a", supersededBy=["b"], priority=9),
+               variant("b", supersededBy=["c"], priority=5), variant("c"))  # fmt: skip
+    assert small(a, b, c) == "c"
+    assert small(a, b, c | {"when": ["false"]}) == "b"
+    assert small(a, b, c | {"demoteWhen": ["true"]}) == "b"
+    assert small(a, b | {"when": ["false"]}, c) == "a"
+    assert small(a | {"supersededBy": ["c"]}, b, c) == "c"
+    # One that names itself can never run.
+    assert small(variant("a", supersededBy=["a"], priority=9), variant("b")) == "b"
+
+
+def test_a_demoted_variant_may_be_superseded_too():
+    demoted = variant("a", demoteWhen=["true"], supersededBy=["b"])
+    assert small(demoted, variant("b", demoteWhen=["true"], priority=-1)) == "a"
+    assert small(demoted, variant("b", priority=-1)) == "b"
+
+
 DEVICE = capabilities.make(
     "test",
     ("shader-f16",),
@@ -190,6 +211,95 @@ def test_bindings_are_counted_against_the_limits_of_a_stage():
     assert fits("x", "y0", "y1", "y3", "uniform_y")
     assert not fits("x", "y0", "params", "uniform_y")
     assert fits(*names, "y3", "params", "more", device=IDEAL)
+
+
+def test_an_empty_list_of_subgroup_matrices_asks_for_none():
+    assert small(variant("a", requires={"subgroupMatrixConfigs": []})) == "a"
+
+
+# --- what no device could run -------------------------------------------------------------------
+#
+# While JAX traces, the ideal device has every feature and every limit. What fails there may still
+# hold on a device that lacks a feature, or that says more of itself.
+
+
+@pytest.mark.parametrize(
+    "clause",
+    [
+        "not device.features.has('subgroups')",
+        "device.limits.maxComputeWorkgroupStorageSize < 1000",
+        "device.adapterInfo.subgroupMinSize >= 32",  # an error: the ideal device does not say
+        "device.adapterInfo.vendor == 'apple'",
+        "device.wgslLanguageFeatures.has('packed_4x8_integer_dot_product')",
+        "not f16Ok('f16')",
+        "portable",
+        "derive.portable",
+        "derive['port' ~ 'able']",
+        "contract",
+        "ranks.x == 2 and contract",
+        "width > 8",
+        "doubled > 8",
+        "portable == true or ranks.x == 3",
+    ],
+)
+def test_a_clause_that_asks_the_device_rules_nothing_out_while_tracing(clause):
+    derive = {
+        "portable": "not device.features.has('subgroups')",
+        "contract": "numel(shapes.x) > 5 and portable",
+        "width": "device.adapterInfo.subgroupMinSize * 2",  # raises there
+        "doubled": "width * 2",
+    }
+    only = variant("a", when=[clause])
+    assert small(only, device=IDEAL, derive=derive) == "a"
+    assert small(variant("a"), device=IDEAL, derive=derive, when=[clause]) == "a"
+    # One that applies on the ideal device comes first.
+    assert small(only | {"priority": 9}, variant("b"), device=IDEAL, derive=derive) == "b"
+    # On a device it is what it is.
+    info = {"vendor": "apple", "subgroupMinSize": 32}
+    told = capabilities.make("told", (), info, maxComputeWorkgroupStorageSize=512)
+    told = dataclasses.replace(
+        told, wgsl_language_features=frozenset({"packed_4x8_integer_dot_product"})
+    )
+    assert small(only, device=told, derive=derive) == "a"
+
+
+@pytest.mark.parametrize(
+    "clause",
+    [
+        "ranks.x == 3",
+        "ranks.x == 3 and not device.features.has('subgroups')",
+        "not device.features.has('subgroups') and ranks.x == 3",
+        "contract",
+        "ranks.x == 2 and contract",
+        "1 < 'a'",
+        "not device.features.has('subgroups') and 1",
+    ],
+)
+def test_a_clause_that_fails_on_every_device_refuses_while_tracing(clause):
+    derive = {
+        "portable": "not device.features.has('subgroups')",
+        "contract": "portable and numel(shapes.x) > 6",
+    }
+    with pytest.raises(CallError, match="no variant of Small takes this call on any device"):
+        small(variant("a", when=[clause]), device=IDEAL, derive=derive)
+    with pytest.raises(CallError, match="no variant of Small takes this call on any device"):
+        small(variant("a"), device=IDEAL, derive=derive, when=[clause])
+
+
+def test_a_name_of_the_format_that_is_derived_anew_rules_nothing_out():
+    # When `contract` was derived the rank was 2, and it failed for what the device lacked.
+    derive = {
+        "contract": "not device.features.has('subgroups') and ranks.x == 2",
+        "ranks": "{'x': 9}",
+    }
+    assert small(variant("a", when=["contract"]), device=IDEAL, derive=derive) == "a"
+    assert small(variant("a", when=["contract"]), derive=derive) == "a"
+
+
+def test_a_derived_value_that_asks_no_device_fails_the_call_while_tracing():
+    derive = {"width": "device.adapterInfo.subgroupMinSize * 2", "bad": "1 < 'a'"}
+    with pytest.raises(CallError, match=r"derive\.bad: cannot compare"):
+        small(variant("a"), device=IDEAL, derive=derive)
 
 
 def test_bindings_of_repeated_passes_count():

@@ -111,7 +111,7 @@ def rotary_cache(
 
     Raises:
       ValueError: `max_positions` is negative, or `rotary_dim` odd or negative, or `base` not
-        positive.
+        positive; or there is no memory for the caches.
       TypeError: a number is no integer, or `dtype` no float type.
     """
     rows, width = integer(max_positions, "max_positions"), integer(rotary_dim, "rotary_dim")
@@ -122,10 +122,14 @@ def rotary_cache(
     _check_number(base, "base")
     if not 0 < base < np.inf:
         raise CallError(f"base is {base}; expected a positive number")
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise DTypeError(f"dtype is {np.dtype(dtype)}; expected a float type such as float32")
-    frequencies = float(base) ** (-np.arange(0, width, 2, dtype=np.float64) / max(width, 1))
-    angles = np.arange(rows, dtype=np.float64)[:, None] * frequencies
+    _check_float_type(dtype)
+    try:
+        frequencies = float(base) ** (-np.arange(0, width, 2, dtype=np.float64) / max(width, 1))
+        angles = np.arange(rows, dtype=np.float64)[:, None] * frequencies
+    except (MemoryError, ValueError):  # the latter where the size itself is beyond NumPy's
+        raise CallError(
+            f"max_positions is {rows} and rotary_dim {width}: the caches do not fit into memory"
+        ) from None
     return jnp.asarray(np.cos(angles), dtype), jnp.asarray(np.sin(angles), dtype)
 
 
@@ -135,6 +139,15 @@ def rotary_cache(
 def _check_number(value: Any, name: str) -> None:
     if isinstance(value, jax.core.Tracer) or not isinstance(value, int | float | np.number):
         raise DTypeError(f"{name} must be a static number, got {type(value).__name__} {value!r}")
+
+
+def _check_float_type(dtype: Any) -> None:
+    try:
+        is_float = jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+    except (TypeError, ValueError):
+        raise DTypeError(f"dtype is {dtype!r}; expected a float type such as float32") from None
+    if not is_float:
+        raise DTypeError(f"dtype is {jnp.dtype(dtype)}; expected a float type such as float32")
 
 
 def _attributes(
@@ -549,9 +562,17 @@ def _head_axis(call: Call) -> int:
 def _by_token(call: Call, cache: Any, ids: Sequence[Any]) -> Any:
     """The row of each token, with an axis of size 1 for the heads; NaNs where there is none."""
     if ids:
-        options = {"mode": "fill", "fill_value": jnp.nan, "wrap_negative_indices": False}
-        cache = cache.at[ids[0]].get(**options)
+        rows = _rows_or_none(ids[0], cache.shape[0])
+        cache = cache.at[rows].get(mode="fill", fill_value=jnp.nan)
     return jnp.expand_dims(cache, _head_axis(call))
+
+
+def _rows_or_none(ids: Any, rows: int) -> Any:
+    """The positions, with the number of rows, which is none's, for those that are no row.
+
+    JAX itself takes negative ones from the end, and cuts int64 down to int32 before it compares.
+    """
+    return jnp.where((ids >= 0) & (ids < rows), ids, rows)
 
 
 def _to_rows(call: Call, by_pair: Any, shape: tuple[int, ...], ids: Sequence[Any]) -> Any:
@@ -560,7 +581,10 @@ def _to_rows(call: Call, by_pair: Any, shape: tuple[int, ...], ids: Sequence[Any
     if ids and any(jax.typeof(by_token).sharding.spec):
         # Of one sharding with the positions, which a `vmap` over a sharded axis leaves apart.
         by_token = jax.sharding.reshard(by_token, jax.sharding.PartitionSpec())
-    return jnp.zeros(shape, by_token.dtype).at[ids[0]].add(by_token) if ids else by_token
+    if not ids:
+        return by_token
+    rows = _rows_or_none(ids[0], shape[0])
+    return jnp.zeros(shape, by_token.dtype).at[rows].add(by_token, mode="drop")
 
 
 def _rotated_alone(call: Call, x: Any, cos: Any, sin: Any, ids: Sequence[Any]) -> Any:

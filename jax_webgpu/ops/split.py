@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import jax
@@ -48,7 +49,8 @@ def split(
         These are sizes, as in ONNX, not positions as in `jnp.split`.
       axis: from -rank to rank - 1.
       num_outputs: the number of parts in place of `split`: each has
-        `ceil(size / num_outputs)` elements along `axis`, or what is left.
+        `ceil(size / num_outputs)` elements along `axis`, or what is left. Of parts there are at
+        most 65,536.
 
     Returns:
       The parts, in order; as many as `split` has sizes, or `num_outputs`.
@@ -98,9 +100,14 @@ def _sizes(size: int, split: Any, num_outputs: Any) -> tuple[int, ...]:
             f"split must be a sequence of sizes, got the integer {split}; for that many parts "
             f"pass num_outputs={split}"
         )
-    if not isinstance(split, Iterable) or isinstance(split, Set | Mapping | str | bytes):
+    is_scalar = isinstance(split, jax.Array | np.ndarray) and not split.ndim
+    kinds = (Set, Mapping, str, bytes)
+    if is_scalar or not isinstance(split, Iterable) or isinstance(split, kinds):
         raise DTypeError(f"split must be a sequence of sizes, got {type(split).__name__}")
-    sizes = tuple(integer(part, f"split[{index}]") for index, part in enumerate(split))
+    parts = tuple(islice(split, MOST_PARTS + 1))  # it may have no end
+    if len(parts) > MOST_PARTS:
+        raise CallError(f"split has more than {MOST_PARTS:,} sizes")
+    sizes = tuple(integer(part, f"split[{index}]") for index, part in enumerate(parts))
     for index, part in enumerate(sizes):
         if part < 0:
             raise CallError(f"split[{index}] is {part}; expected 0 or more")
@@ -118,8 +125,8 @@ def _sizes(size: int, split: Any, num_outputs: Any) -> tuple[int, ...]:
 
 def even_sizes(size: int, parts: int) -> tuple[int, ...]:
     """ONNX's rule for `num_outputs`: the last parts are smaller, or empty, where it must be."""
-    if parts < 1:
-        raise CallError(f"num_outputs is {parts}; expected 1 or more")
+    if not 1 <= parts <= MOST_PARTS:
+        raise CallError(f"num_outputs is {parts}; expected 1 to {MOST_PARTS:,}")
     chunk = -(-size // parts)
     return tuple(max(0, min(chunk, size - index * chunk)) for index in range(parts))
 
@@ -139,6 +146,8 @@ def _parts(x: jax.Array, axis: int, sizes: tuple[int, ...]) -> list[jax.Array]:
     ]
 
 
+# More are a mistake: each is an array of its own in the compiled program.
+MOST_PARTS = 1 << 16
 # Up to so many parts of unequal widths are found by as many comparisons in the kernel.
 MOST_PACKED = 64
 
