@@ -9,6 +9,7 @@ import os
 import re
 import threading
 import time
+import traceback
 import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -128,7 +129,7 @@ def get(place: int = 0) -> "Device":
     with _lock:
         if not _devices:
             found = _enumerate()
-            _devices.extend((found[info.index], info, None) for info in _fleet(found))
+            _devices.extend([(found[info.index], info, None) for info in _fleet(found)])
         adapter, adapter_info, device = _devices[place % len(_devices)]
         if device is None or device.lost:
             device = Device(adapter, adapter_info)
@@ -749,34 +750,40 @@ class Device:
                 except (_wgpu().GPUError, RuntimeError) as error:
                     if not _lacks_memory(error):
                         raise
+                    _forget_frames(error)
                     _destroy(held)
                     self._clear()  # what is kept for other calls may be what is missing
                     self._run(program, inputs, outputs, held)
             except Exception as error:
-                told = self._told(error, f"{program.label} on {self.info.name}")
-                if told is error:
-                    raise
-                raise told from error
-            except BaseException:  # of a signal, which may come in the middle of anything
+                _forget_frames(error)
+                self._tell(error, f"{program.label} on {self.info.name}")
+                raise
+            except BaseException as error:  # of a signal, which may come in the middle of anything
                 self._clear()
+                _forget_frames(error)
                 raise
             finally:
                 _destroy(held)  # not empty only after an error, when the GPU may use it
 
-    def _told(self, error: Exception, where: str) -> Exception:
-        """An error as the caller is to see it."""
+    def _tell(self, error: Exception, where: str) -> None:
+        """Raises an error as the caller is to see it, unless that is the error itself."""
         wgpu = _wgpu()
         if isinstance(error, _TimeoutError):
             self._abandon()  # it may answer yet, and write to what is used otherwise by then
-            return DeviceError(f"{where}: {error}")
+            raise DeviceError(f"{where}: {error}") from error
+        if self._is_lost():
+            self._abandon()
+            raise DeviceLostError(f"{where}: {error}") from error
+        if isinstance(error, wgpu.GPUError | RuntimeError) and not isinstance(error, DeviceError):
+            raise DeviceError(f"{where}: {error}") from error
+
+    def _is_lost(self) -> bool:
         try:
             self._pool.mapper.check()
-        except (wgpu.GPUError, RuntimeError):
-            self._abandon()
-            return DeviceLostError(f"{where}: {error}")
-        if isinstance(error, wgpu.GPUError | RuntimeError) and not isinstance(error, DeviceError):
-            return DeviceError(f"{where}: {error}")
-        return error
+        except (_wgpu().GPUError, RuntimeError) as error:
+            _forget_frames(error)
+            return True
+        return False
 
     def _abandon(self) -> None:
         """Gives the device up.
@@ -784,12 +791,12 @@ class Device:
         Its memory goes back, but it is kept: wgpu-native ends the process when it drops a lost
         device, and waits for one that does not answer.
         """
+        wgpu_device = self._device
+        _kept.append(wgpu_device)  # first: a signal may come
         self.lost = True
         self._clear()
-        wgpu_device = self._device
         wgpu_device.destroy()
         wgpu_device.queue._internal = wgpu_device._internal = None
-        _kept.append(wgpu_device)
 
     def _run(
         self,
@@ -1142,6 +1149,19 @@ class Device:
 def _lacks_memory(error: Exception) -> bool:
     # wgpu-native calls that of a buffer a validation error.
     return isinstance(error, _wgpu().GPUOutOfMemoryError) or "Not enough memory" in str(error)
+
+
+def _forget_frames(error: BaseException) -> None:
+    """Drops what is in the frames of an error: memory that was mapped, XLA's arrays, views of both.
+
+    They would outlive the call, since an error of wgpu's is in a cycle with its own frame; and
+    Python's collector, up to 3.11.7, crashes on a memoryview that cffi exports, as `write_buffer`
+    has one.
+    """
+    each: BaseException | None = error
+    while each is not None:  # and not `__context__`: the caller may be in a handler of its own
+        traceback.clear_frames(each.__traceback__)
+        each = each.__cause__
 
 
 def _destroy(held: list[_Memory]) -> None:

@@ -5,7 +5,6 @@ This module and `fuse` are the only ones that import JAX's unstable parts.
 
 import atexit
 import contextlib
-import copy
 import functools
 import os
 import threading
@@ -431,8 +430,12 @@ class _Signals(threading.local):
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if self.wanted and error is not None and not isinstance(error, Exception):
-            # Without its traceback, whose frames hold XLA's buffers: these are gone by then.
-            self.raised = copy.copy(error)
+            self.raised = error
+
+    def taken(self) -> BaseException | None:
+        """What was raised; from now on nothing is noted."""
+        raised, self.wanted, self.raised = self.raised, False, None
+        return raised
 
 
 _noting_signals = _Signals()
@@ -456,9 +459,12 @@ def interruptible(f: Callable[..., Any]) -> Callable[..., Any]:
                 raise KeyboardInterrupt from None
             raise
         finally:
-            signals.wanted, raised, signals.raised = False, signals.raised, None
-            if raised is not None:
-                raise raised  # in place of JAX's error, or of results that hold it
+            if (raised := signals.taken()) is not None:
+                try:  # in place of JAX's error, or of results that hold it
+                    # The frames of the host function hold XLA's buffers, which are gone by now.
+                    raise raised.with_traceback(None)
+                finally:
+                    del raised  # which has this frame
 
     return call
 
