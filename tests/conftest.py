@@ -175,7 +175,7 @@ def run_snippet():
     environment variables.
     """
 
-    def call(source, *, timeout=120, cores=None, **environment):
+    def call(source, *, timeout=240, cores=None, **environment):
         source = textwrap.dedent(source)
         if cores is not None:
             source = ON_CORES.format(cores=cores) + source

@@ -101,7 +101,7 @@ EVERYTHING = """
 @pytest.mark.parametrize("name", MACHINES)
 def test_what_needs_no_device_works_and_the_rest_says_why(name, machine, run_snippet):
     softmax = f"    SOFTMAX = {str(SOFTMAX)!r}"
-    done = run_snippet(COMMON + softmax + EVERYTHING, **machine(name))
+    done = run_snippet(COMMON + softmax + EVERYTHING, NPROC="16", **machine(name))
     assert done.returncode == 0, done.stderr
     first, second, count = done.stdout.splitlines()
     assert first == MACHINES[name][0]

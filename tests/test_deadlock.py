@@ -4,7 +4,7 @@ That `pure` hangs where it may is never asserted: `docs/crossings.md` tells when
 """
 
 import pytest
-from stress import CALLS, LONG, SCALE, figures
+from stress import CALLS, LONG, PATIENCE, SCALE, figures
 
 # The crossing, and what the program needs for it.
 DEFAULT = {"JAX_WEBGPU_CALLBACK": ""}
@@ -125,7 +125,7 @@ print(json.dumps({"calls": calls} | seen))
 def test_queued_calls_and_company(cores, crossing, run_snippet, record_property):
     given = f"sizes, kinds, ready, each = {SIZES * SCALE}, {KINDS}, False, {8 * SCALE}\n"
     source = CALLS + given + QUEUE + COMPANY + SAYING
-    done = run_snippet(source, cores=cores, timeout=90 * SCALE, **crossing)
+    done = run_snippet(source, cores=cores, timeout=PATIENCE, **crossing)
     figures(done, record_property)
     record_property("most queued", 30)
     assert "DeadlockWarning" not in done.stderr
@@ -137,7 +137,7 @@ def test_awaited_calls_over_pure(operators, run_snippet, record_property):
     """On two cores: on one the only thread is the callback's own, whatever is awaited."""
     given = f"OPERATORS = {{name: OPERATORS[name] for name in {operators}}}\n"
     given += f"sizes, kinds, ready, seen = {SIZES * SCALE}, {KINDS}, True, {{}}\n"
-    done = run_snippet(CALLS + given + QUEUE + SAYING, cores=2, timeout=60 * SCALE, **PURE)
+    done = run_snippet(CALLS + given + QUEUE + SAYING, cores=2, timeout=PATIENCE, **PURE)
     figures(done, record_property)
 
 
@@ -168,7 +168,7 @@ def test_calls_of_many_devices(cores, crossing, run_snippet, record_property):
     given = f"sizes = {[(1 << 16, 10 * SCALE), (1 << 20, 10 if LONG else 1)]}\n"
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
     source = CALLS + given + MESHES + SAYING
-    done = run_snippet(source, cores=cores, timeout=90 * SCALE, **crossing | flags)
+    done = run_snippet(source, cores=cores, timeout=PATIENCE, **crossing | flags)
     figures(done, record_property)
 
 

@@ -25,7 +25,7 @@ from launches import (
     split_x,
     with_pass,
 )
-from stress import CALLS, LONG, SCALE, figures
+from stress import CALLS, LONG, PATIENCE, SCALE, figures
 
 import jax_webgpu
 from jax_webgpu import device
@@ -457,4 +457,4 @@ def driver(tmp_path_factory):
 def test_a_driver_that_fails(driver, run_snippet, record_property):
     library, environment = driver
     source = CALLS + FAULTY.format(driver=library, functions=FUNCTIONS, faults=FAULTS, rounds=SCALE)
-    figures(run_snippet(source, timeout=90 * SCALE, **environment), record_property)
+    figures(run_snippet(source, timeout=PATIENCE, **environment), record_property)

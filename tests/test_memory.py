@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from launches import KINDS, assert_split_runs, planned
-from stress import CALLS, LONG, SCALE, figures
+from stress import CALLS, LONG, PATIENCE, figures
 
 import jax_webgpu
 from jax_webgpu import config, program
@@ -63,7 +63,7 @@ print(json.dumps({{"calls": {calls}, "most shapes": len(shapes),
 def test_memory_is_flat_and_idling_is_cheap(callback, run_snippet, record_property):
     shapes, calls = (100, 5000) if LONG else (8, 400)
     source = CALLS + FLAT.format(shapes=shapes, calls=calls, most=16)
-    done = run_snippet(source, timeout=100 * SCALE, JAX_WEBGPU_CALLBACK=callback, NPROC="16")
+    done = run_snippet(source, timeout=PATIENCE, JAX_WEBGPU_CALLBACK=callback, NPROC="16")
     figures(done, record_property)
 
 

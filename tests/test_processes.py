@@ -25,7 +25,7 @@ def in_child(call, end=os._exit):
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
-        signal.alarm(60)
+        signal.alarm(200)
         try:
             seen = str(jax.block_until_ready(call()))
         except Exception as error:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from stress import CALLS, LONG, SCALE, figures
+from stress import CALLS, LONG, PATIENCE, SCALE, figures
 
 import jax_webgpu
 from jax_webgpu import config, device
@@ -63,7 +63,7 @@ print(json.dumps({{"calls": calls, "most threads": 8}}))
 @pytest.mark.parametrize("cores", [2, 1][: 1 + LONG])
 def test_mixed_calls(cores, run_snippet, record_property):
     source = CALLS + MIXED.format(calls=200 * SCALE)
-    done = run_snippet(source, cores=cores, timeout=90 * SCALE, JAX_WEBGPU_CALLBACK="")
+    done = run_snippet(source, cores=cores, timeout=PATIENCE, JAX_WEBGPU_CALLBACK="")
     figures(done, record_property)
 
 
@@ -108,7 +108,7 @@ print(json.dumps({{"calls": calls}}))
 @pytest.mark.parametrize("callback", ["buffer", "pure"][: 1 + LONG])
 def test_asyncio_and_another_thread(callback, run_snippet, record_property):
     source = CALLS + ELSEWHERE.format(calls=20 * SCALE)
-    done = run_snippet(source, timeout=60 * SCALE, JAX_WEBGPU_CALLBACK=callback, NPROC="16")
+    done = run_snippet(source, timeout=PATIENCE, JAX_WEBGPU_CALLBACK=callback, NPROC="16")
     figures(done, record_property)
 
 
@@ -138,7 +138,7 @@ print(len(kept))
 
 def test_another_thread_makes_wgpus_instance_first(run_snippet):
     """Answers come from the instance of the adapters alone."""
-    done = run_snippet(CALLS + REPLACED, timeout=60)
+    done = run_snippet(CALLS + REPLACED)
     assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
 
 
