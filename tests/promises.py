@@ -15,6 +15,8 @@ import pathlib
 import re
 import sys
 
+from stress import SCALE
+
 DOCS = pathlib.Path(__file__).resolve().parent.parent / "docs"
 
 PROMISES = {
@@ -50,6 +52,11 @@ PROMISES = {
     "the call stands, over both crossings; no other row is read",
     "unwritten output": "Every element of a result is written: with memory full of NaNs, other "
     "ones each time, none comes out, and the results are the same bit for bit",
+    "adapters": "Right with the device held to WebGPU's floor, one feature or limit at a time and "
+    "all at once; with an adapter that is named and missing, none at all, or no Vulkan loader, what "
+    "needs no device works and the rest says why",
+    "supply": "A wheel and an sdist of what they should hold and nothing else, the same bytes from "
+    "two builds; CI's versions are locked with their hashes, and the lowest are told",
     "idle": "Five idle seconds cost less than 0.1 s of CPU",
 }
 
@@ -71,7 +78,10 @@ def summed(lines):
 
 
 def table(runs):
-    """Markdown of `docs/reliability.json`: by promise and adapter what `summed` gives, and when."""
+    """Markdown of `docs/reliability.json`.
+
+    That has by promise and adapter what `summed` gives, when, and how many times the counts of CI.
+    """
     rows = ["| promise | held by | last run |", "|---|---|---|"]
     for name, text in PROMISES.items():
         own = runs.get(name, {})
@@ -87,7 +97,8 @@ def table(runs):
 def _seen(adapter, run):
     told = [_figure(name, value) for name, value in run["figures"].items()]
     held = "held" if run["held"] else "**failed**"
-    return f"{held}, {adapter}, {run['date']}{': ' if told else ''}{', '.join(told)}"
+    when = f"{run['date']}, counts × {run['times']}"
+    return f"{held}, {adapter}, {when}{': ' if told else ''}{', '.join(told)}"
 
 
 def _figure(name, value):
@@ -101,7 +112,7 @@ def update(record):
     stored, document = DOCS / "reliability.json", DOCS / "reliability.md"
     runs = json.loads(stored.read_text()) if stored.exists() else {}
     adapter, versions = _where()
-    about = {"date": datetime.date.today().isoformat(), "with": versions}
+    about = {"date": datetime.date.today().isoformat(), "times": SCALE, "with": versions}
     for name in PROMISES:
         if own := [line for line in lines if line["promise"] == name]:
             runs.setdefault(name, {})[adapter] = summed(own) | about

@@ -43,9 +43,9 @@ def test_figures_add_up():
         "figures": {"calls": 5, "most MiB": 7},
     }
     assert not summed([*lines, line("failed")])["held"]
-    about = {"date": "2026-01-02", "with": "a driver"}
+    about = {"date": "2026-01-02", "times": 3, "with": "a driver"}
     runs = {"leaving": {"a GPU": summed(lines) | about}}
-    row = "held, a GPU, 2026-01-02: 5 calls, 7 MiB at most |"
+    row = "held, a GPU, 2026-01-02, counts × 3: 5 calls, 7 MiB at most |"
     assert sum(line.endswith(row) for line in table(runs).splitlines()) == 1
     assert table(runs).count("| not run |") == len(PROMISES) - 1
     assert table(runs).endswith("* a GPU: a driver")
