@@ -53,7 +53,7 @@ PROMISES = {
     "unwritten output": "Every element of a result is written: with memory full of NaNs, other "
     "ones each time, none comes out, and the results are the same bit for bit",
     "adapters": "Right with the device held to WebGPU's floor, one feature or limit at a time and "
-    "all at once; with an adapter that is named and missing, none at all, or no Vulkan loader, what "
+    "all at once; with an adapter that is named and missing, no adapter, or no Vulkan loader, what "
     "needs no device works and the rest says why",
     "supply": "A wheel and an sdist of what they should hold and nothing else, the same bytes from "
     "two builds; CI's versions are locked with their hashes, and the lowest are told",

@@ -120,7 +120,7 @@ for name, f in ways.items():
 seen, rng = Counter(), random.Random({seed})
 
 def jax_cache_is_broken(error):
-    # Interrupted when it made an entry, JAX's cache refuses that ever after, with JAX alone too.
+    # Interrupted while it makes an entry, a cache of JAX's takes what needs it for a recursion.
     broken = isinstance(error, RecursionError) and "Recursively calling <weakref" in str(error)
     if broken:
         jax.clear_caches()
