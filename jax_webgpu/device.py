@@ -9,6 +9,7 @@ import os
 import re
 import threading
 import time
+import traceback
 import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -128,7 +129,7 @@ def get(place: int = 0) -> "Device":
     with _lock:
         if not _devices:
             found = _enumerate()
-            _devices.extend((found[info.index], info, None) for info in _fleet(found))
+            _devices.extend([(found[info.index], info, None) for info in _fleet(found)])
         adapter, adapter_info, device = _devices[place % len(_devices)]
         if device is None or device.lost:
             device = Device(adapter, adapter_info)
@@ -500,9 +501,12 @@ class _NativeMapper(_Mapper):
     def unmap(self, buffer: "wgpu.GPUBuffer") -> None:
         self._lib.wgpuBufferUnmap(buffer._internal)
 
-    def _view(self, buffer: "wgpu.GPUBuffer", offset: int, size: int) -> np.ndarray:
+    def _alive(self, buffer: "wgpu.GPUBuffer") -> Any:
         self.check()
-        start = self._lib.wgpuBufferGetMappedRange(buffer._internal, offset, size)
+        return buffer._internal
+
+    def _view(self, buffer: "wgpu.GPUBuffer", offset: int, size: int) -> np.ndarray:
+        start = self._lib.wgpuBufferGetMappedRange(self._alive(buffer), offset, size)
         if start == self._ffi.NULL:
             raise RuntimeError("the mapping is gone")
         return np.frombuffer(self._ffi.buffer(start, size), np.uint8)
@@ -588,19 +592,15 @@ class _Pool:
             memory = self.idle.pop(free.pop())
             self.idle_bytes -= size
             return memory
-        return _Memory(self._create(size, usage, mapped), usage, self.mapper)
-
-    def _create(self, size: int, usage: int, mapped: bool) -> "wgpu.GPUBuffer":
-        wanted = {"label": "jax_webgpu", "size": size, "usage": usage, "mapped_at_creation": mapped}
-        try:
-            return self.device.create_buffer(**wanted)
-        except _wgpu().GPUOutOfMemoryError:
-            if not self.idle:
-                raise
-        self.clear()  # what is idle may be what is missing
-        return self.device.create_buffer(**wanted)
+        buffer = self.device.create_buffer(
+            label="jax_webgpu", size=size, usage=usage, mapped_at_creation=mapped
+        )
+        return _Memory(buffer, usage, self.mapper)
 
     def release(self, memory: _Memory) -> None:
+        if memory.size > self.most:  # and push nothing else out
+            memory.destroy()
+            return
         key = id(memory)
         self.idle[key] = memory
         self.classes.setdefault((memory.size, memory.usage), []).append(key)
@@ -745,33 +745,45 @@ class Device:
             if self.lost:
                 raise DeviceLostError(f"{program.label} on {self.info.name}: the device is lost")
             try:
-                self._run(program, inputs, outputs, held)
+                try:
+                    self._run(program, inputs, outputs, held)
+                except (_wgpu().GPUError, RuntimeError) as error:
+                    if not _lacks_memory(error):
+                        raise
+                    _forget_frames(error)
+                    _destroy(held)
+                    self._clear()  # what is kept for other calls may be what is missing
+                    self._run(program, inputs, outputs, held)
             except Exception as error:
-                told = self._told(error, f"{program.label} on {self.info.name}")
-                if told is error:
-                    raise
-                raise told from error
-            except BaseException:  # of a signal, which may come in the middle of anything
+                _forget_frames(error)
+                self._tell(error, f"{program.label} on {self.info.name}")
+                raise
+            except BaseException as error:  # of a signal, which may come in the middle of anything
                 self._clear()
+                _forget_frames(error)
                 raise
             finally:
-                for memory in held:  # not empty only after an error, when the GPU may use it
-                    memory.destroy()
+                _destroy(held)  # not empty only after an error, when the GPU may use it
 
-    def _told(self, error: Exception, where: str) -> Exception:
-        """An error as the caller is to see it."""
+    def _tell(self, error: Exception, where: str) -> None:
+        """Raises an error as the caller is to see it, unless that is the error itself."""
         wgpu = _wgpu()
         if isinstance(error, _TimeoutError):
             self._abandon()  # it may answer yet, and write to what is used otherwise by then
-            return DeviceError(f"{where}: {error}")
+            raise DeviceError(f"{where}: {error}") from error
+        if self._is_lost():
+            self._abandon()
+            raise DeviceLostError(f"{where}: {error}") from error
+        if isinstance(error, wgpu.GPUError | RuntimeError) and not isinstance(error, DeviceError):
+            raise DeviceError(f"{where}: {error}") from error
+
+    def _is_lost(self) -> bool:
         try:
             self._pool.mapper.check()
-        except (wgpu.GPUError, RuntimeError):
-            self._abandon()
-            return DeviceLostError(f"{where}: {error}")
-        if isinstance(error, wgpu.GPUError | RuntimeError) and not isinstance(error, DeviceError):
-            return DeviceError(f"{where}: {error}")
-        return error
+        except (_wgpu().GPUError, RuntimeError) as error:
+            _forget_frames(error)
+            return True
+        return False
 
     def _abandon(self) -> None:
         """Gives the device up.
@@ -779,12 +791,12 @@ class Device:
         Its memory goes back, but it is kept: wgpu-native ends the process when it drops a lost
         device, and waits for one that does not answer.
         """
+        wgpu_device = self._device
+        _kept.append(wgpu_device)  # first: a signal may come
         self.lost = True
         self._clear()
-        wgpu_device = self._device
         wgpu_device.destroy()
         wgpu_device.queue._internal = wgpu_device._internal = None
-        _kept.append(wgpu_device)
 
     def _run(
         self,
@@ -1056,8 +1068,7 @@ class Device:
                     warmed = time.perf_counter() - start >= warm
                 return times
             finally:
-                for memory in held:
-                    memory.destroy()
+                _destroy(held)
 
     def compile(self, passes: Sequence[PassPlan]) -> None:
         """Makes the pipelines of a plan's passes, and runs nothing.
@@ -1144,6 +1155,29 @@ class Device:
         self._pool.mapper.forget_all()
         self._programs.clear()
         self.linked.clear()
+
+
+def _lacks_memory(error: Exception) -> bool:
+    # wgpu-native calls that of a buffer a validation error.
+    return isinstance(error, _wgpu().GPUOutOfMemoryError) or "Not enough memory" in str(error)
+
+
+def _forget_frames(error: BaseException) -> None:
+    """Drops what is in the frames of an error: memory that was mapped, XLA's arrays, views of both.
+
+    They would outlive the call, since an error of wgpu's is in a cycle with its own frame; and
+    Python's collector, up to 3.11.7, crashes on a memoryview that cffi exports, as `write_buffer`
+    has one.
+    """
+    each: BaseException | None = error
+    while each is not None:  # and not `__context__`: the caller may be in a handler of its own
+        traceback.clear_frames(each.__traceback__)
+        each = each.__cause__
+
+
+def _destroy(held: list[_Memory]) -> None:
+    while held:
+        held.pop().destroy()
 
 
 def _aligned(size: int, to: int) -> int:

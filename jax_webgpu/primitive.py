@@ -438,6 +438,11 @@ class _Signals(threading.local):
         if self.wanted and error is not None and not isinstance(error, Exception):
             self.raised = error
 
+    def taken(self) -> BaseException | None:
+        """What was raised; from now on nothing is noted."""
+        raised, self.wanted, self.raised = self.raised, False, None
+        return raised
+
 
 _noting_signals = _Signals()
 
@@ -460,9 +465,12 @@ def interruptible(f: Callable[..., Any]) -> Callable[..., Any]:
                 raise KeyboardInterrupt from None
             raise
         finally:
-            signals.wanted, raised, signals.raised = False, signals.raised, None
-            if raised is not None:
-                raise raised  # in place of JAX's error, or of results that hold it
+            if (raised := signals.taken()) is not None:
+                try:  # in place of JAX's error, or of results that hold it
+                    # The frames of the host function hold XLA's buffers, which are gone by now.
+                    raise raised.with_traceback(None)
+                finally:
+                    del raised  # which has this frame
 
     return call
 

@@ -131,11 +131,9 @@ def run(request):
     return call
 
 
-# A process that hangs tells where each of its threads is, and ends.
-WATCHED = """
-import faulthandler, os
-faulthandler.dump_traceback_later({timeout}, exit=True)
-if {cores} and hasattr(os, "sched_setaffinity"):
+ON_CORES = """
+import os
+if hasattr(os, "sched_setaffinity"):
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:{cores}])
 """
 
@@ -171,28 +169,35 @@ def patience():
 
 @pytest.fixture(scope="session")
 def run_snippet():
-    """Run Python source in a process of its own; a process that hangs is a failure.
+    """Run Python source in a process of its own; one that hangs tells where its threads are.
 
     Keyword arguments besides ``timeout``, in seconds, and ``cores``, how many it may use, are
     environment variables.
     """
 
-    def call(source, *, timeout=120, cores=None, **environment):
-        source = WATCHED.format(timeout=timeout, cores=cores) + textwrap.dedent(source)
+    def call(source, *, timeout=240, cores=None, **environment):
+        source = textwrap.dedent(source)
+        if cores is not None:
+            source = ON_CORES.format(cores=cores) + source
         command = [sys.executable, "-X", "faulthandler", "-c", source]
+        process = subprocess.Popen(
+            command,
+            env=os.environ | environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         try:
-            done = subprocess.run(
-                command,
-                env=os.environ | environment,
-                capture_output=True,
-                text=True,
-                timeout=timeout + 30,
-            )
-        except subprocess.TimeoutExpired as hung:
-            pytest.fail(f"hangs after {timeout} s: stdout {hung.stdout}, stderr {hung.stderr}")
-        if "\nTimeout (" in f"\n{done.stderr}":
-            pytest.fail(f"hangs after {timeout} s: stdout {done.stdout}, stderr {done.stderr}")
-        return done
+            stdout, stderr = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGABRT)  # on which it writes the stacks
+            try:
+                stdout, stderr = process.communicate(timeout=20)
+            except subprocess.TimeoutExpired as hung:  # a child of it holds the pipes
+                process.kill()
+                stdout, stderr = hung.stdout, hung.stderr
+            pytest.fail(f"hangs after {timeout} s: stdout {stdout}, stderr {stderr}")
+        return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
 
     return call
 

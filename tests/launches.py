@@ -1,6 +1,9 @@
 """Plans run on a device by hand, with nothing of JAX between."""
 
+import contextlib
 import dataclasses
+import gc
+import weakref
 
 import numpy as np
 
@@ -30,11 +33,30 @@ def split_x(x):
     return jax_webgpu.split(x, [3, 4])
 
 
+_used = []
+
+
 def launched(gpu, plan):
     """What a plan like that of `split_x` gives for `X`."""
-    outputs = [np.full(3, 0xDEAD, np.uint32), np.full(4, 0xDEAD, np.uint32)]
-    gpu.run(alone(plan), [X.reshape(plan.inputs[0].tensor.shape)], outputs)
-    return outputs
+    arrays = [X.reshape(plan.inputs[0].tensor.shape)]
+    arrays += [np.full(3, 0xDEAD, np.uint32), np.full(4, 0xDEAD, np.uint32)]
+    _used[:] = map(weakref.ref, arrays)
+    gpu.run(alone(plan), arrays[:1], arrays[1:])
+    return arrays[1:]
+
+
+@contextlib.contextmanager
+def nothing_kept():
+    """At the end no array of the last `launched` is left, with no help of Python's collector.
+
+    It comes too late: XLA's memory is gone with the call.
+    """
+    gc.disable()
+    try:
+        yield
+        assert all(ref() is None for ref in _used)
+    finally:
+        gc.enable()
 
 
 def assert_split_runs(gpu):

@@ -2,8 +2,9 @@
 
 A test says which promise it holds by `@pytest.mark.promise("leaving")`, and what it went through by
 pytest's `record_property("calls", 240)`. Where JAX_WEBGPU_RECORD names a file, `conftest.py` writes
-a line there for each such test, and this module makes the table of `docs/reliability.md` of them:
-`./dev reliability` does both, in the long form.
+a line there for each such test. `./dev reliability` runs them in the long form; this module then
+adds what the lines say to `docs/reliability.json`, in place of what an earlier run with the same
+adapter said of the same promise, and makes the table of `docs/reliability.md` of that file.
 
 Figures of one name add up, over the tests of a promise; those that begin with "most" do not.
 """
@@ -13,6 +14,10 @@ import json
 import pathlib
 import re
 import sys
+
+from stress import SCALE
+
+DOCS = pathlib.Path(__file__).resolve().parent.parent / "docs"
 
 PROMISES = {
     "queued calls": "The default crossing never hangs: 30 calls queued whose arguments are still "
@@ -47,46 +52,74 @@ PROMISES = {
     "the call stands, over both crossings; no other row is read",
     "unwritten output": "Every element of a result is written: with memory full of NaNs, other "
     "ones each time, none comes out, and the results are the same bit for bit",
+    "adapters": "Right with the device held to WebGPU's floor, one feature or limit at a time and "
+    "all at once; with an adapter that is named and missing, no adapter, or no Vulkan loader, what "
+    "needs no device works and the rest says why",
+    "supply": "A wheel and an sdist of what they should hold and nothing else, the same bytes from "
+    "two builds; CI's versions are locked with their hashes, and the lowest are told",
     "idle": "Five idle seconds cost less than 0.1 s of CPU",
 }
 
 BEGIN, END = "<!-- made by ./dev reliability -->", "<!-- end -->"
 
 
-def table(lines):
-    """The rows as Markdown, of the recorded lines."""
-    rows = ["| promise | held by | last figures | |", "|---|---|---|---|"]
-    for name, text in PROMISES.items():
-        own = [line for line in lines if line["promise"] == name]
-        tests = sorted({re.sub(r"\[.*", "", line["test"]) for line in own})
-        held = "not run" if not own else "held" if all(map(_passed, own)) else "**failed**"
-        shown = "<br>".join(f"`{test}`" for test in tests)
-        rows.append(f"| {text} | {shown} | {_figures(own)} | {held} |")
-    return "\n".join(rows)
-
-
-def _passed(line):
-    return line["outcome"] == "passed"
-
-
-def _figures(lines):
-    total = {}
+def summed(lines):
+    """What the recorded lines of one promise say together."""
+    figures = {}
     for line in lines:
         for name, value in line["figures"].items():
-            if name.startswith("most"):
-                total[name] = max(total.get(name, value), value)
-            else:
-                total[name] = total.get(name, 0) + value
-    return ", ".join(f"{value:,} {name}" for name, value in total.items())
+            before = figures.get(name, 0)
+            figures[name] = max(before, value) if name.startswith("most") else before + value
+    return {
+        "tests": sorted({pathlib.Path(re.sub(r"\[.*", "", line["test"])).name for line in lines}),
+        "held": all(line["outcome"] == "passed" for line in lines),
+        "figures": figures,
+    }
 
 
-def write(record, document):
-    """Puts the table of a file of recorded lines between the marks of a document."""
+def table(runs):
+    """Markdown of `docs/reliability.json`.
+
+    That has by promise and adapter what `summed` gives, when, and how many times the counts of CI.
+    """
+    rows = ["| promise | held by | last run |", "|---|---|---|"]
+    for name, text in PROMISES.items():
+        own = runs.get(name, {})
+        tests = sorted({test for run in own.values() for test in run["tests"]})
+        shown = "<br>".join(f"`{test}`" for test in tests)
+        seen = "<br>".join(_seen(adapter, run) for adapter, run in own.items())
+        rows.append(f"| {text} | {shown} | {seen or 'not run'} |")
+    last = {adapter: run["with"] for own in runs.values() for adapter, run in own.items()}
+    used = [f"* {adapter}: {versions}" for adapter, versions in last.items()]
+    return "\n".join([*rows, "", *used])
+
+
+def _seen(adapter, run):
+    told = [_figure(name, value) for name, value in run["figures"].items()]
+    held = "held" if run["held"] else "**failed**"
+    when = f"{run['date']}, counts × {run['times']}"
+    return f"{held}, {adapter}, {when}{': ' if told else ''}{', '.join(told)}"
+
+
+def _figure(name, value):
+    what, most = name.removeprefix("most "), name.startswith("most ")
+    return f"{value:,} {what}{' at most' if most else ''}"
+
+
+def update(record):
+    """Adds a file of recorded lines to the two documents."""
     lines = [json.loads(line) for line in pathlib.Path(record).read_text().splitlines()]
-    text = pathlib.Path(document).read_text()
-    before, rest = text.split(BEGIN)
-    made = f"{_where()}\n\n{table(lines)}"
-    pathlib.Path(document).write_text(f"{before}{BEGIN}\n{made}\n{END}{rest.split(END)[1]}")
+    stored, document = DOCS / "reliability.json", DOCS / "reliability.md"
+    runs = json.loads(stored.read_text()) if stored.exists() else {}
+    adapter, versions = _where()
+    about = {"date": datetime.date.today().isoformat(), "times": SCALE, "with": versions}
+    for name in PROMISES:
+        if own := [line for line in lines if line["promise"] == name]:
+            runs.setdefault(name, {})[adapter] = summed(own) | about
+    stored.write_text(json.dumps(runs, indent=1) + "\n")
+    text = document.read_text()
+    before, after = text[: text.index(BEGIN)], text[text.index(END) :]
+    document.write_text(f"{before}{BEGIN}\n{table(runs)}\n{after}")
 
 
 def _where():
@@ -95,10 +128,10 @@ def _where():
 
     import jax_webgpu
 
-    today = datetime.date.today().isoformat()
-    versions = f"JAX {jax.__version__}, wgpu {wgpu.__version__}"
-    return f"{today}, {jax_webgpu.device_info()}, {versions}."
+    info = jax_webgpu.device_info()
+    versions = f"{info.driver}, JAX {jax.__version__}, wgpu {wgpu.__version__}"
+    return info.name.partition(" (")[0], versions
 
 
 if __name__ == "__main__":
-    write(*sys.argv[1:])
+    update(*sys.argv[1:])

@@ -10,6 +10,10 @@ import os
 SCALE = int(os.environ.get("JAX_WEBGPU_STRESS", "1"))
 LONG = SCALE > 1
 
+# Seconds after which a program hangs. It takes a tenth of them; but a machine may be busy, and only
+# a hang costs them.
+PATIENCE = 240 * SCALE
+
 # Both operators as functions of one array, float32 and flat, whose size is a multiple of 128; and
 # whether what came is right. Exact: no sum, and no product with anything but -1, 0 and 1.
 CALLS = """

@@ -11,9 +11,10 @@ import pytest
 
 SOFTMAX = Path(__file__).parents[1] / "examples" / "kernels" / "softmax"
 
-pytestmark = pytest.mark.skipif(
-    sys.platform != "linux", reason="elsewhere the system itself is the driver"
-)
+pytestmark = [
+    pytest.mark.promise("adapters"),
+    pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the system itself is the driver"),
+]
 
 MACHINES = {
     # what its first line says, and one of what follows
@@ -99,14 +100,17 @@ EVERYTHING = """
 
 
 @pytest.mark.parametrize("name", MACHINES)
-def test_what_needs_no_device_works_and_the_rest_says_why(name, machine, run_snippet):
+def test_what_needs_no_device_works_and_the_rest_says_why(
+    name, machine, run_snippet, record_property
+):
     softmax = f"    SOFTMAX = {str(SOFTMAX)!r}"
-    done = run_snippet(COMMON + softmax + EVERYTHING, **machine(name))
+    done = run_snippet(COMMON + softmax + EVERYTHING, NPROC="16", **machine(name))
     assert done.returncode == 0, done.stderr
     first, second, count = done.stdout.splitlines()
     assert first == MACHINES[name][0]
     assert second.startswith(MACHINES[name][1])
     assert int(count) == 28
+    record_property("calls without an adapter", int(count))
 
 
 @pytest.mark.parametrize("name", ["missing name", "no loader"])

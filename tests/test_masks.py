@@ -25,6 +25,8 @@ from jax_webgpu import config, device, folder, runtime, spec, trial
 from jax_webgpu.capabilities import FLOOR_LIMITS
 from jax_webgpu.ops import rotary_embedding, split
 
+pytestmark = pytest.mark.promise("adapters")
+
 KERNELS = Path(__file__).parents[1] / "examples" / "kernels"
 
 ALL = frozenset(config.FEATURES)
@@ -152,12 +154,13 @@ def check_fused():
 
 
 @pytest.mark.parametrize("mask", MASKS)
-def test_calls_of_every_kind_are_right(mask, held):
+def test_calls_of_every_kind_are_right(mask, held, record_property):
     features, limits = MASKS[mask]
     gpu = held(features, limits)
     thin = 1 if mask == "floor" else 3  # all calls under all masks, and few under one alone
     check_operators(EACH[::thin], overlays=False)
     check_operators(EACH[:: 3 * thin], overlays=True)
+    record_property("masks", 1)
     check_kernels(thin)
     check_many_parts()
     check_fused()

@@ -81,6 +81,7 @@ def dist(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     return build(tmp_path_factory.mktemp("dist"))
 
 
+@pytest.mark.promise("supply")
 def test_wheel_holds_the_package_alone(dist):
     (wheel,) = dist.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
@@ -121,6 +122,7 @@ def test_metadata_of_the_wheel(dist):
     assert "# jax_webgpu" in metadata.get_payload()
 
 
+@pytest.mark.promise("supply")
 def test_sdist_holds_what_git_does_and_nothing_else(dist):
     """But for the files of this checkout's own workings, whose names start with a point."""
     (sdist,) = dist.glob("*.tar.gz")
@@ -139,6 +141,7 @@ def test_sdist_holds_what_git_does_and_nothing_else(dist):
     assert names == expected | {".gitignore", "PKG-INFO"}
 
 
+@pytest.mark.promise("supply")
 def test_two_builds_are_the_same_bytes(dist, tmp_path, monkeypatch):
     """Of copies made at another time, in another place, in the order that the disk has them."""
     (sdist,) = dist.glob("*.tar.gz")
@@ -183,6 +186,7 @@ print("called both")
 """
 
 
+@pytest.mark.promise("supply")
 def test_wheel_runs_in_an_empty_environment(dist, tmp_path):
     """With what the wheel itself asks for and nothing else, called from another folder.
 
@@ -233,6 +237,7 @@ def test_import_takes_no_gpu():
 LOCK = ROOT / ".ci" / "requirements.txt"
 
 
+@pytest.mark.promise("supply")
 def test_the_lock_has_a_version_and_a_hash_of_everything():
     """And nothing else: no addresses, of which a hash makes none better than another."""
     lines = LOCK.read_text().splitlines()
@@ -241,6 +246,7 @@ def test_the_lock_has_a_version_and_a_hash_of_everything():
     assert len(locked) > 40
 
 
+@pytest.mark.promise("supply")
 def test_the_lock_is_of_this_pyproject():
     """Else `./dev lock`."""
     locked = {}
@@ -256,6 +262,7 @@ def test_the_lock_is_of_this_pyproject():
             assert each.specifier.contains(locked[canonicalize_name(each.name)]), each
 
 
+@pytest.mark.promise("supply")
 def test_the_lowest_versions_can_be_told():
     """`./dev` makes `==` of `>=`."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -13,12 +13,15 @@ import oracle
 import pytest
 from calls import public_function
 from cases import CASES
+from fuzz import pool
+from fuzz.worker import Chunk
 from poison import poisoned
+from stress import LONG, SCALE
 from test_example_kernels import NAMES, ROOT
 from test_operators import assert_right, by_id
 
 import jax_webgpu
-from jax_webgpu import folder, spec, trial
+from jax_webgpu import config, device, folder, spec, trial
 
 pytestmark = pytest.mark.promise("unwritten output")
 
@@ -117,6 +120,60 @@ def test_case_over_each_crossing_without_overlays(case, callback, twice):
         assert_right(twice(jax.jit(public_function(case)), *arrays), case, inputs)
 
 
+# --- a device whose memory the host does not see ------------------------------------------------
+
+APART = ",".join(name for name in config.FEATURES if name != "mappable-primary-buffers")
+
+
+@pytest.fixture(scope="module")
+def discrete():
+    """Such a device, as discrete cards are: arrays are staged in pieces that the host maps."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_WEBGPU_FEATURES", APART)
+        config.environment.cache_clear()
+        patch.setattr(device, "_devices", [])
+        gpu = device.get()
+        fleet = device._devices
+    config.environment.cache_clear()
+    assert not gpu._unified
+    return fleet
+
+
+@pytest.fixture
+def staged(discrete, monkeypatch):
+    """The device of this process from now on, with pieces so small that a call has several."""
+    monkeypatch.setattr(device, "_devices", discrete)
+    monkeypatch.setattr(device, "_WRITE_BYTES", 64)
+    monkeypatch.setattr(device, "_PIECE_BYTES", 2048)
+    return device.get()
+
+
+@by_id(CASES[:: 1 if LONG else 2])
+def test_case_that_is_staged(case, staged, twice):
+    inputs, before = case.inputs(), staged.counters["submissions"]
+    with jax.enable_x64(case.dtype == "int64"):
+        assert_right(twice(jax.jit(public_function(case)), *inputs), case, inputs)
+    pieces = sum(np.asarray(each).nbytes for each in inputs) // 2048
+    assert staged.counters["submissions"] >= before + 2 * (pieces > 1)
+
+
+def test_fused_group_that_is_staged(staged, twice):
+    assert_group(twice)
+
+
+FUZZED = [("functions", 30), ("kernels", 15)] + [("fused", 8)] * LONG
+
+
+@pytest.mark.parametrize(("target", "inputs"), FUZZED)
+def test_fuzzed_calls_that_are_staged(target, inputs, monkeypatch, record_property):
+    """Each is made under poison (`fuzz.functions` and its like), in a process of its own."""
+    monkeypatch.setenv("JAX_WEBGPU_FEATURES", APART)
+    result = pool.run([Chunk(target, 5, inputs * SCALE)], workers=1, limit=120)
+    told = [f"{failure.input}\n{failure.text}" for failure in result.failures]
+    assert not told, "\n\n".join(told)
+    record_property("fuzzed", result.tried)
+
+
 # --- kernels ------------------------------------------------------------------------------------
 
 _KERNEL_CASES = [
@@ -186,6 +243,10 @@ def test_buffer_between_passes_that_begins_as_zeros(tmp_path, size, twice):
 
 
 def test_fused_group(twice):
+    assert_group(twice)
+
+
+def assert_group(twice):
     """Split, arithmetic, movement, rotation and concatenation, in one submission."""
     rng = np.random.default_rng(7)
     x = rng.standard_normal((2, 4, 3, 24)).astype(np.float32)
