@@ -15,12 +15,15 @@ from calls import public_function
 from cases import CASES
 from poison import poisoned
 from test_example_kernels import NAMES, ROOT
+from test_masks import environment, held
 from test_operators import assert_right, by_id
 
 import jax_webgpu
-from jax_webgpu import folder, spec, trial
+from jax_webgpu import config, folder, spec, trial
 
 pytestmark = pytest.mark.promise("unwritten output")
+
+__all__ = ["environment", "held"]  # fixtures
 
 X = (np.arange(60, dtype=np.float32) - 30).reshape(5, 12) / 8
 
@@ -115,6 +118,16 @@ def test_case_over_each_crossing_without_overlays(case, callback, twice):
     ):
         arrays = jax.block_until_ready([jnp.asarray(each) for each in inputs])
         assert_right(twice(jax.jit(public_function(case)), *arrays), case, inputs)
+
+
+@by_id(CASES[::9])
+def test_case_where_the_host_cannot_map_what_kernels_bind(case, twice, held):
+    """Arrays go through other buffers, as on a card with memory of its own."""
+    gpu = held(",".join(sorted({*config.FEATURES} - {"mappable-primary-buffers"})))
+    assert not gpu._unified
+    inputs = case.inputs()
+    with jax.enable_x64(case.dtype == "int64"):
+        assert_right(twice(jax.jit(public_function(case)), *inputs), case, inputs)
 
 
 # --- kernels ------------------------------------------------------------------------------------
