@@ -167,8 +167,9 @@ def test_rotary_embedding_dim(changes, error, patterns, run):
 
 
 def test_interleaved(run):
-    with refused(ValueError, r"\binterleaved\b", r"\b2\b"):
-        rotary_embedding(run, {"interleaved": 2})
+    for value in (2, np.array(2), jnp.array(2)):
+        with refused(ValueError, r"\binterleaved\b", r"\b2\b"):
+            rotary_embedding(run, {"interleaved": value})
 
 
 @bad_calls(

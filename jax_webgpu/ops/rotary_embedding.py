@@ -156,6 +156,8 @@ def _attributes(
     """The attributes in ONNX's form, each checked alone and against x."""
     if isinstance(interleaved, jax.core.Tracer):
         raise DTypeError("interleaved must be static, got a traced value")
+    if isinstance(interleaved, jax.Array):  # a comparison would be traced too
+        interleaved = np.asarray(interleaved)
     if np.ndim(interleaved) or interleaved not in (0, 1):
         raise CallError(f"interleaved is {interleaved!r}; expected True or False")
     width = integer(rotary_embedding_dim, "rotary_embedding_dim")

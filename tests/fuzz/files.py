@@ -27,7 +27,7 @@ TUNED = {
     }
 }
 ADAPTERS = tuple(
-    device.AdapterInfo(index, name, kind, backend, driver, None)  # type: ignore[arg-type]
+    device.AdapterInfo(index, name, kind, backend, driver, None)
     for index, (name, kind, backend, driver) in enumerate(
         [
             ("llvmpipe (LLVM 15.0.6, 256 bits)", "CPU", "Vulkan", "Mesa 22.3.6"),

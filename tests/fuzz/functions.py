@@ -1,6 +1,7 @@
 """The public functions: arguments of all shapes, dtypes and kinds, eager and jitted."""
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -33,6 +34,8 @@ def split(draw: Any) -> dict[str, Any]:
     shape = draw(st.lists(SIZES, min_size=1, max_size=5))
     while np.prod(shape) > 1 << 16:
         shape = shape[1:]
+    if draw(st.integers(0, 49)) == 0:
+        shape = [1000, *shape[-1:]]
     dtype = draw(st.sampled_from(DTYPES) | st.sampled_from(FLOATS))
     axis = draw(st.integers(-len(shape), len(shape) - 1))
     arguments = {"x": draw(described(tuple(shape), dtype)), "axis": axis}
@@ -173,7 +176,7 @@ def calls(draw: Any) -> dict[str, Any]:
     return {
         "function": function,
         "arguments": draw(changed(function)),
-        "how": draw(st.sampled_from(["eager", "jit", "closed", "explain"])),
+        "how": draw(st.sampled_from(["eager", "jit", "jit", "closed", "vmap", "explain"])),
         "x64": draw(st.integers(0, 2)) == 0,
         "settings": settings,
         "device": draw(st.sampled_from(["floor", "apple-m", "h200", None, "nothing"])),
@@ -191,7 +194,7 @@ def _prepared(value: dict[str, Any]) -> tuple[dict[str, Any], set[str]]:
             continue
         arguments[name] = decode(each)
         own = isinstance(each, dict) and "array" in each
-        if own and name in ARRAYS and value["how"] in ("jit", "explain"):
+        if own and name in ARRAYS and value["how"] in ("jit", "vmap", "explain"):
             with contextlib.suppress(TypeError, ValueError):
                 arguments[name] = jnp.asarray(arguments[name])
                 traced.add(name)
@@ -217,26 +220,35 @@ def _run(value: dict[str, Any]) -> str:
 
     try:
         with jax_webgpu.configure(**settings), poisoned() as poison:
-            if name == "rotary_cache" or (how == "eager" and not traced):
-                result = call(moving)
-            elif how == "explain":
-                plans = jax_webgpu.explain(call, moving, device=value["device"])
-                str(plans)
+            if how == "explain" and name != "rotary_cache":
+                str(jax_webgpu.explain(call, moving, device=value["device"]))
                 return "explained"
+            if name == "rotary_cache" or (how == "eager" and not traced):
+                results = [call(moving)]
+            elif how == "vmap" and "x" in moving:
+                results = _mapped(call, moving)
             else:
-                result = jax.jit(call)(moving)
-            result = jax.block_until_ready(result)
+                results = [jax.jit(call)(moving)]
+            jax.block_until_ready(results)
     except Exception as error:
         label = documented(error, KINDS, (*names, "device") if how == "explain" else names)
         if wanted is True and how != "explain" and not _is_device_s(error):
             raise Wrong(f"refused, and it is right: {error}") from error
         return label
-    check(result)
-    if name == "rotary_embedding" and poison.survives(result):
-        raise Wrong(f"poison survives: {result}")
+    for result in results:
+        check(result)
+        if name == "rotary_embedding" and poison.survives(result):
+            raise Wrong(f"poison survives: {result}")
     if wanted is False:
-        raise Wrong(f"taken, and it is wrong: {str(result)[:200]}")
+        raise Wrong(f"taken, and it is wrong: {str(results)[:200]}")
     return RIGHT
+
+
+def _mapped(call: Callable[[dict[str, Any]], Any], moving: dict[str, Any]) -> list[Any]:
+    """The results of a call for a batch of two that are the same."""
+    both = jnp.stack([moving["x"], moving["x"]])
+    found = jax.vmap(lambda x: call({**moving, "x": x}))(both)
+    return [jax.tree.map(lambda each, at=at: each[at], found) for at in range(2)]
 
 
 def _is_device_s(error: Exception) -> bool:

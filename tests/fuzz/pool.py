@@ -93,7 +93,7 @@ def run(
                     worker.begin(replace(waiting.popleft(), known=known))
             busy = {worker.connection: worker for worker in pool if worker.chunk}
             for ready in wait(list(busy), timeout=1):
-                busy[ready].hear(result)  # type: ignore[index]
+                busy[ready].hear(result)
             for worker in busy.values():
                 rest = worker.watched(limit, result)
                 waiting.extend(rest)

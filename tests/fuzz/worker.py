@@ -171,8 +171,8 @@ def work(connection: Connection) -> None:
         for attempt in range(chunk.inputs):
             if journal.left:
                 draw(journal, chunk.seed + attempt)
-        connection.send(Done())
         jax.clear_caches()
+        connection.send(Done())
 
 
 def main() -> None:
