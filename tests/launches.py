@@ -22,7 +22,7 @@ def planned(f, *args):
 def with_pass(plan, **changes):
     """The plan of one pass with something else in that pass."""
     (only,) = plan.passes
-    return dataclasses.replace(plan, passes=(dataclasses.replace(only, **changes),))
+    return dataclasses.replace(plan, passes=(only._replace(**changes),))
 
 
 X = np.arange(7, dtype=np.uint32) + 100
