@@ -161,7 +161,7 @@ def test_fused_group_that_is_staged(staged, twice):
     assert_group(twice)
 
 
-FUZZED = [("functions", 30), ("kernels", 15)] + [("fused", 8)] * LONG
+FUZZED = [("functions", 12), ("kernels", 6)] + [("fused", 8)] * LONG
 
 
 @pytest.mark.parametrize(("target", "inputs"), FUZZED)
