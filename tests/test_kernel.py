@@ -8,6 +8,7 @@ import pickle
 import pydoc
 import re
 import shutil
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -613,6 +614,50 @@ def test_a_batch_that_the_kernel_does_not_mix(run, name, attributes, axis, shape
     assert dispatches == single
 
 
+def test_a_mask_s_numbers_do_not_hide_what_a_kernel_mixes(run, tmp_path):
+    """Each is as it should be, and far larger than the sums that are not."""
+    body = """
+  var total = {{ dtypes.T }}();
+  for (var at = 0u; at < params.size; at++) { total += x[at]; }
+  y[i] = select(total, {{ dtypes.T }}(-6e4), i % 4 == 3);"""
+    masked = folders.write(
+        tmp_path,
+        "masked",
+        {"masked": body},
+        inputs={"x": {"dtype": "T"}},
+        outputs={"y": {"dtype": "T", "shape": "shapes.x"}},
+        variants=[
+            {"id": "only", "passes": [folders.step("masked", ["x", "y"], "numel(shapes.x)")]}
+        ],
+    )
+    for dtype in ("float32", "float16"):
+        with pytest.raises(CallError, match="tried with numbers, 18 of 24 in y"):
+            run(jax.vmap(load_kernel(masked, vmap_axis=0)), floats(3, 8, dtype=dtype))
+
+
+def test_results_that_the_batch_does_not_reach_may_round_otherwise():
+    from jax_webgpu import batch
+
+    alone = np.array([1, 1e-3, np.nan, np.inf], "f4")
+    near = alone * np.float32(1 + 1e-6)
+    assert batch._wrong(np.stack([alone, near, near]), [alone, alone]) == 0
+    assert batch._wrong(np.stack([alone, alone * 2]), [alone, alone]) == 1
+    assert batch._wrong(np.stack([alone, alone[::-1]]), [alone, alone]) == 4
+
+
+def test_a_trial_keeps_few_copies_of_large_arrays():
+    from jax_webgpu import batch
+
+    pair = [np.full(1 << 20, value, "f4") for value in (1, 2)]
+    results = np.stack([pair[0], pair[1] * np.float32(1 + 1e-6)] * 4)
+    tracemalloc.start()
+    try:
+        assert batch._wrong(results, pair) == 0
+        assert tracemalloc.get_traced_memory()[1] < 3 * results.nbytes
+    finally:
+        tracemalloc.stop()
+
+
 def test_a_batch_of_batches_is_tried_within(run):
     """Folded by the inner vmap alone it is wrong, whatever the outer one does."""
     inner = jax.vmap(mixing("softmax", vmap_axis=0))
@@ -1006,6 +1051,14 @@ def test_fuse(run, scale, accumulate):
     ((group,), plans) = (lambda e: (e.groups, e))(jax_webgpu.explain(jax_webgpu.fuse(f), x))
     assert len(plans) == 3
     assert group.bytes_together < group.bytes_alone
+
+
+def test_fuse_of_calls_that_are_given_numbers(run, scale):
+    """A constant without axes is no array of the jaxpr."""
+    assert run(jax_webgpu.fuse(lambda: scale(scale(3.0)))) == 12
+    x = np.float32(3)
+    assert run(jax_webgpu.fuse(lambda x: scale(scale(x), jnp.float32(3))), x) == 15
+    assert run(jax_webgpu.fuse(lambda x: scale(x) + scale(jnp.float32(2))), x) == 10
 
 
 def test_tunables(run, tmp_path):
