@@ -59,7 +59,7 @@ def check(operator: Operator, batch: Batch, whole: Resolved) -> None:
     """
     if batch.size > 1:
         kind = replace(batch, single=_kind(batch.single), size=2, within=None)
-        _tried(_Trial(kind, operator, batch, whole))
+        _tried(_Trial((kind, _kind(whole)), operator, batch, whole))
     if batch.within is not None:
         check(operator, batch.within, batch.single)
 
@@ -78,9 +78,13 @@ def _kind(call: Resolved) -> Resolved:
 
 @dataclass(frozen=True)
 class _Trial:
-    """A trial, which is equal to others of its kind."""
+    """A trial, which is equal to others of its kind.
 
-    kind: Batch
+    The whole call is part of that: elements one behind the other may mix where those in places of
+    their own do not.
+    """
+
+    kind: tuple[Batch, Resolved]
     operator: Operator = field(compare=False)
     batch: Batch = field(compare=False)
     whole: Resolved = field(compare=False)

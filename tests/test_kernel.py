@@ -684,6 +684,16 @@ def test_a_batch_is_tried_once(monkeypatch):
     assert len(tried) == 2
 
 
+def test_a_trial_says_nothing_of_another_way_to_batch(run):
+    """In a place of its own an element is mixed with no other; behind the other it would be."""
+    x, kernel = floats(3, 5), partial(mixing, "softmax")
+    for _ in range(2):
+        result = run(jax.vmap(kernel(vmap_method="broadcast_all")), x)
+        np.testing.assert_allclose(result, jax.nn.softmax(x), rtol=1e-5, atol=1e-6)
+        with pytest.raises(CallError, match="mixes the elements"):
+            run(jax.vmap(kernel(vmap_axis=0)), x)
+
+
 def test_a_batch_of_calls_that_are_refused(run, tmp_path):
     """A call of one element that no device takes, or not this one, is no call of a batch."""
     for name, clause, message in (
