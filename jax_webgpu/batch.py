@@ -5,13 +5,14 @@ mixes, and shapes do not show that the word is wrong: the softmax of vectors tha
 one long vector has the right shape. Nor do names: an attribute `axis` may only say along which axis
 a scale lies, and a norm that starts at its `axis` mixes the later ones too. So the kernel is asked.
 Before a batched call runs first it is made with two elements in turn, and compared with the two
-calls that it stands for. That costs about what the call itself does, once for all that differ in
-sizes alone, while JAX compiles; it finds what a kernel mixes, and proves nothing of special values.
+calls that it stands for. That costs about what the call itself does, while JAX compiles it, and for
+all sizes anew, since a kernel that works in blocks mixes what is no whole number of them. It finds
+what a kernel mixes, and proves nothing of special values.
 """
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -58,41 +59,13 @@ def check(operator: Operator, batch: Batch, whole: Resolved) -> None:
       DeviceError: there is no device, or it cannot run the call.
     """
     if batch.size > 1:
-        kind = replace(batch, single=_kind(batch.single), size=2, within=None)
-        _tried(_Trial((kind, _kind(whole)), operator, batch, whole))
+        _tried(operator, replace(batch, within=None), whole)
     if batch.within is not None:
         check(operator, batch.within, batch.single)
 
 
-def _kind(call: Resolved) -> Resolved:
-    """The call with its sizes as 0, 1, or 2 for any more."""
-
-    def coarse(ports: tuple[tuple[str, Tensor], ...]) -> tuple[tuple[str, Tensor], ...]:
-        return tuple(
-            (name, replace(tensor, shape=tuple(min(size, 2) for size in tensor.shape)))
-            for name, tensor in ports
-        )
-
-    return replace(call, inputs=coarse(call.inputs), outputs=coarse(call.outputs))
-
-
-@dataclass(frozen=True)
-class _Trial:
-    """A trial, which is equal to others of its kind.
-
-    The whole call is part of that: elements one behind the other may mix where those in places of
-    their own do not.
-    """
-
-    kind: tuple[Batch, Resolved]
-    operator: Operator = field(compare=False)
-    batch: Batch = field(compare=False)
-    whole: Resolved = field(compare=False)
-
-
 @functools.lru_cache(1024)
-def _tried(trial: _Trial) -> None:
-    batch, operator = trial.batch, trial.operator
+def _tried(operator: Operator, batch: Batch, whole: Resolved) -> None:
     elements = _elements(batch)
     try:
         alone = [runtime.run(operator, batch.single, arrays) for arrays in elements]
@@ -103,13 +76,11 @@ def _tried(trial: _Trial) -> None:
         ) from None
     arrays = [
         pair[0].reshape(tensor.shape) if axis is None else _together(pair, batch.size, axis, tensor)
-        for *pair, axis, (_, tensor) in zip(
-            *elements, batch.inputs, trial.whole.inputs, strict=True
-        )
+        for *pair, axis, (_, tensor) in zip(*elements, batch.inputs, whole.inputs, strict=True)
     ]
-    results = runtime.run(operator, trial.whole, arrays)
+    results = runtime.run(operator, whole, arrays)
     for result, *pair, axis, (name, _) in zip(
-        results, *alone, batch.outputs, trial.whole.outputs, strict=True
+        results, *alone, batch.outputs, whole.outputs, strict=True
     ):
         shape = pair[0].shape
         apart = result.reshape(*shape[:axis], batch.size, *shape[axis:])

@@ -677,11 +677,37 @@ def test_a_batch_is_tried_once(monkeypatch):
     original = batch._elements
     monkeypatch.setattr(batch, "_elements", lambda own: tried.append(own) or original(own))
     kernel = mixing("gelu", vmap_axis=0)
-    for shape in ((3, 4), (3, 5), (7, 2)):
-        jax.vmap(kernel)(floats(*shape, 3))
+    for _ in range(2):
+        jax.vmap(kernel)(floats(3, 4))
+        jax.jit(jax.vmap(kernel))(floats(3, 4))
     assert len(tried) == 1
     jax.vmap(kernel)(floats(3, 5))
     assert len(tried) == 2
+
+
+def test_a_kernel_that_works_in_blocks_mixes_what_is_no_whole_number_of_them(run, tmp_path):
+    body = """
+  var total = {{ dtypes.T }}();
+  for (var at = i / 4 * 4; at <= i; at++) { total += x[at]; }
+  y[i] = total;"""
+    kernel = load_kernel(
+        folders.write(
+            tmp_path,
+            "blocks",
+            {"blocks": body},
+            inputs={"x": {"dtype": "T"}},
+            outputs={"y": {"dtype": "T", "shape": "shapes.x"}},
+            variants=[
+                {"id": "only", "passes": [folders.step("blocks", ["x", "y"], "numel(shapes.x)")]}
+            ],
+        ),
+        vmap_axis=0,
+    )
+    x = floats(3, 8)
+    expected = x.reshape(3, 2, 4).cumsum(-1).reshape(3, 8)
+    np.testing.assert_array_equal(run(jax.vmap(kernel), x), expected)
+    with pytest.raises(CallError, match="mixes the elements"):
+        run(jax.vmap(kernel), x[:, :6])
 
 
 def test_a_trial_says_nothing_of_another_way_to_batch(run):
