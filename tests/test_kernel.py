@@ -765,6 +765,13 @@ def test_one_more_axis_in_front_of_arrays_of_other_ranks(run, method):
     np.testing.assert_array_equal(run(add, x, y), x + y)
 
 
+def test_another_reference_takes_the_place_of_one_that_has_run(run, scale):
+    with jax_webgpu.configure(implementation="reference"):
+        for factor in (2, 3):
+            scale.defreference(lambda x, bias, by=factor, **_: by * x)
+            np.testing.assert_array_equal(run(scale, np.ones(4, "f4")), np.full(4, factor))
+
+
 def test_vmap_of_the_reference_needs_no_folding():
     softmax = mixing("softmax", vmap_axis=0)
     softmax.defreference(jax.nn.softmax)
@@ -964,13 +971,51 @@ def test_a_rule_that_is_no_function(scale):
             lambda ct, **_: (ct.astype("float16"), ct),
             r"gives x the cotangent float16\[4\]; expected",
         ),
-        (lambda ct, **_: (1.0, ct), r"gives x the cotangent 1.0; expected float32\[4\]"),
+        (lambda ct, **_: (1.0, ct), r"gives x the cotangent a float; expected float32\[4\]"),
+        (lambda ct, **_: [ct, [ct]], r"gives bias the cotangent a list of 1; expected float32"),
     ],
 )
 def test_a_wrong_transpose(run, scale, transpose, message):
     scale.deftranspose(transpose)
     with pytest.raises(CallError, match=message):
         run(jax.grad(lambda x, b: scale(x, b).sum(), (0, 1)), floats(4), floats(4))
+
+
+def test_a_transpose_that_cannot_be_called(run, scale, take):
+    scale.deftranspose(lambda cotangent: cotangent)
+    with pytest.raises(
+        DTypeError,
+        match=r"scale.deftranspose was given, cannot be called: got an unexpected keyword argument "
+        r"'factor': expected def rule\(cotangent_of_y, \*, factor, mode\): return cotangent of x",
+    ):
+        run(jax.grad(lambda x: scale(x).sum()), floats(4))
+    take.deftranspose(lambda cotangent: cotangent)
+    whole = np.array([1, 0], np.int32)
+    with pytest.raises(
+        DTypeError, match=r"def rule\(cotangent_of_y, cotangent_of_named, rows, wid"
+    ):
+        run(jax.grad(lambda x: take(x, whole, whole).y.sum()), floats(3, 2))
+
+
+def test_a_rule_in_terms_of_the_kernel_itself(run, scale):
+    """Of what is not differentiated it may call it; of tangents if it is linear."""
+
+    @scale.defjvp
+    def rule(primals, tangents, **attributes):
+        return scale(*primals, **attributes), scale(tangents[0], **attributes)
+
+    def loss(x):
+        return (scale(x) ** 2).sum()
+
+    x = floats(4)
+    np.testing.assert_array_equal(run(lambda x: jax.jvp(loss, (x,), (x,))[1], x), 8 * (x @ x))
+    with pytest.raises(
+        DerivativeError, match=r"^scale is called in its own rule .*scale.deftranspose"
+    ):
+        run(jax.grad(loss), x)
+    scale.deftranspose(lambda cotangent, *, factor, mode: [factor * cotangent])
+    np.testing.assert_array_equal(run(jax.grad(loss), x), 8 * x)
+    np.testing.assert_array_equal(run(jax.hessian(loss), x), 8 * np.eye(4))
 
 
 def test_deftranspose(run, scale):
