@@ -393,7 +393,7 @@ class _Builder:
 
     def number(self, variable: Any) -> int:
         """The number of an array that is no constant."""
-        number = self.known[variable]
+        number = self.operand(variable)
         if isinstance(number, Constant):
             raise _OutsideError
         return number

@@ -8,6 +8,7 @@ import pickle
 import pydoc
 import re
 import shutil
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -613,6 +614,50 @@ def test_a_batch_that_the_kernel_does_not_mix(run, name, attributes, axis, shape
     assert dispatches == single
 
 
+def test_a_mask_s_numbers_do_not_hide_what_a_kernel_mixes(run, tmp_path):
+    """Each is as it should be, and far larger than the sums that are not."""
+    body = """
+  var total = {{ dtypes.T }}();
+  for (var at = 0u; at < params.size; at++) { total += x[at]; }
+  y[i] = select(total, {{ dtypes.T }}(-6e4), i % 4 == 3);"""
+    masked = folders.write(
+        tmp_path,
+        "masked",
+        {"masked": body},
+        inputs={"x": {"dtype": "T"}},
+        outputs={"y": {"dtype": "T", "shape": "shapes.x"}},
+        variants=[
+            {"id": "only", "passes": [folders.step("masked", ["x", "y"], "numel(shapes.x)")]}
+        ],
+    )
+    for dtype in ("float32", "float16"):
+        with pytest.raises(CallError, match="tried with numbers, 18 of 24 in y"):
+            run(jax.vmap(load_kernel(masked, vmap_axis=0)), floats(3, 8, dtype=dtype))
+
+
+def test_results_that_the_batch_does_not_reach_may_round_otherwise():
+    from jax_webgpu import batch
+
+    alone = np.array([1, 1e-3, np.nan, np.inf], "f4")
+    near = alone * np.float32(1 + 1e-6)
+    assert batch._wrong(np.stack([alone, near, near]), [alone, alone]) == 0
+    assert batch._wrong(np.stack([alone, alone * 2]), [alone, alone]) == 1
+    assert batch._wrong(np.stack([alone, alone[::-1]]), [alone, alone]) == 4
+
+
+def test_a_trial_keeps_few_copies_of_large_arrays():
+    from jax_webgpu import batch
+
+    pair = [np.full(1 << 20, value, "f4") for value in (1, 2)]
+    results = np.stack([pair[0], pair[1] * np.float32(1 + 1e-6)] * 4)
+    tracemalloc.start()
+    try:
+        assert batch._wrong(results, pair) == 0
+        assert tracemalloc.get_traced_memory()[1] < 3 * results.nbytes
+    finally:
+        tracemalloc.stop()
+
+
 def test_a_batch_of_batches_is_tried_within(run):
     """Folded by the inner vmap alone it is wrong, whatever the outer one does."""
     inner = jax.vmap(mixing("softmax", vmap_axis=0))
@@ -632,11 +677,47 @@ def test_a_batch_is_tried_once(monkeypatch):
     original = batch._elements
     monkeypatch.setattr(batch, "_elements", lambda own: tried.append(own) or original(own))
     kernel = mixing("gelu", vmap_axis=0)
-    for shape in ((3, 4), (3, 5), (7, 2)):
-        jax.vmap(kernel)(floats(*shape, 3))
+    for _ in range(2):
+        jax.vmap(kernel)(floats(3, 4))
+        jax.jit(jax.vmap(kernel))(floats(3, 4))
     assert len(tried) == 1
     jax.vmap(kernel)(floats(3, 5))
     assert len(tried) == 2
+
+
+def test_a_kernel_that_works_in_blocks_mixes_what_is_no_whole_number_of_them(run, tmp_path):
+    body = """
+  var total = {{ dtypes.T }}();
+  for (var at = i / 4 * 4; at <= i; at++) { total += x[at]; }
+  y[i] = total;"""
+    kernel = load_kernel(
+        folders.write(
+            tmp_path,
+            "blocks",
+            {"blocks": body},
+            inputs={"x": {"dtype": "T"}},
+            outputs={"y": {"dtype": "T", "shape": "shapes.x"}},
+            variants=[
+                {"id": "only", "passes": [folders.step("blocks", ["x", "y"], "numel(shapes.x)")]}
+            ],
+        ),
+        vmap_axis=0,
+    )
+    x = floats(3, 8)
+    expected = x.reshape(3, 2, 4).cumsum(-1).reshape(3, 8)
+    np.testing.assert_array_equal(run(jax.vmap(kernel), x), expected)
+    with pytest.raises(CallError, match="mixes the elements"):
+        run(jax.vmap(kernel), x[:, :6])
+
+
+def test_a_trial_says_nothing_of_another_way_to_batch(run):
+    """In a place of its own an element is mixed with no other; behind the other it would be."""
+    x, kernel = floats(3, 5), partial(mixing, "softmax")
+    for _ in range(2):
+        result = run(jax.vmap(kernel(vmap_method="broadcast_all")), x)
+        np.testing.assert_allclose(result, jax.nn.softmax(x), rtol=1e-5, atol=1e-6)
+        with pytest.raises(CallError, match="mixes the elements"):
+            run(jax.vmap(kernel(vmap_axis=0)), x)
 
 
 def test_a_batch_of_calls_that_are_refused(run, tmp_path):
@@ -682,6 +763,13 @@ def test_one_more_axis_in_front_of_arrays_of_other_ranks(run, method):
         run(add, floats(2, 3, 4), floats(2, 4))
     x, y = floats(2, 3, 4), floats(2, 1, 4)
     np.testing.assert_array_equal(run(add, x, y), x + y)
+
+
+def test_another_reference_takes_the_place_of_one_that_has_run(run, scale):
+    with jax_webgpu.configure(implementation="reference"):
+        for factor in (2, 3):
+            scale.defreference(lambda x, bias, by=factor, **_: by * x)
+            np.testing.assert_array_equal(run(scale, np.ones(4, "f4")), np.full(4, factor))
 
 
 def test_vmap_of_the_reference_needs_no_folding():
@@ -883,13 +971,51 @@ def test_a_rule_that_is_no_function(scale):
             lambda ct, **_: (ct.astype("float16"), ct),
             r"gives x the cotangent float16\[4\]; expected",
         ),
-        (lambda ct, **_: (1.0, ct), r"gives x the cotangent 1.0; expected float32\[4\]"),
+        (lambda ct, **_: (1.0, ct), r"gives x the cotangent a float; expected float32\[4\]"),
+        (lambda ct, **_: [ct, [ct]], r"gives bias the cotangent a list of 1; expected float32"),
     ],
 )
 def test_a_wrong_transpose(run, scale, transpose, message):
     scale.deftranspose(transpose)
     with pytest.raises(CallError, match=message):
         run(jax.grad(lambda x, b: scale(x, b).sum(), (0, 1)), floats(4), floats(4))
+
+
+def test_a_transpose_that_cannot_be_called(run, scale, take):
+    scale.deftranspose(lambda cotangent: cotangent)
+    with pytest.raises(
+        DTypeError,
+        match=r"scale.deftranspose was given, cannot be called: got an unexpected keyword argument "
+        r"'factor': expected def rule\(cotangent_of_y, \*, factor, mode\): return cotangent of x",
+    ):
+        run(jax.grad(lambda x: scale(x).sum()), floats(4))
+    take.deftranspose(lambda cotangent: cotangent)
+    whole = np.array([1, 0], np.int32)
+    with pytest.raises(
+        DTypeError, match=r"def rule\(cotangent_of_y, cotangent_of_named, rows, wid"
+    ):
+        run(jax.grad(lambda x: take(x, whole, whole).y.sum()), floats(3, 2))
+
+
+def test_a_rule_in_terms_of_the_kernel_itself(run, scale):
+    """Of what is not differentiated it may call it; of tangents if it is linear."""
+
+    @scale.defjvp
+    def rule(primals, tangents, **attributes):
+        return scale(*primals, **attributes), scale(tangents[0], **attributes)
+
+    def loss(x):
+        return (scale(x) ** 2).sum()
+
+    x = floats(4)
+    np.testing.assert_array_equal(run(lambda x: jax.jvp(loss, (x,), (x,))[1], x), 8 * (x @ x))
+    with pytest.raises(
+        DerivativeError, match=r"^scale is called in its own rule .*scale.deftranspose"
+    ):
+        run(jax.grad(loss), x)
+    scale.deftranspose(lambda cotangent, *, factor, mode: [factor * cotangent])
+    np.testing.assert_array_equal(run(jax.grad(loss), x), 8 * x)
+    np.testing.assert_array_equal(run(jax.hessian(loss), x), 8 * np.eye(4))
 
 
 def test_deftranspose(run, scale):
@@ -1006,6 +1132,14 @@ def test_fuse(run, scale, accumulate):
     ((group,), plans) = (lambda e: (e.groups, e))(jax_webgpu.explain(jax_webgpu.fuse(f), x))
     assert len(plans) == 3
     assert group.bytes_together < group.bytes_alone
+
+
+def test_fuse_of_calls_that_are_given_numbers(run, scale):
+    """A constant without axes is no array of the jaxpr."""
+    assert run(jax_webgpu.fuse(lambda: scale(scale(3.0)))) == 12
+    x = np.float32(3)
+    assert run(jax_webgpu.fuse(lambda x: scale(scale(x), jnp.float32(3))), x) == 15
+    assert run(jax_webgpu.fuse(lambda x: scale(x) + scale(jnp.float32(2))), x) == 10
 
 
 def test_tunables(run, tmp_path):

@@ -38,15 +38,16 @@ class Differentiated:
 
     def with_jvp(self, call: Callable[..., Any], rule: Callable[..., Any]) -> Callable[..., Any]:
         """`call`, with what `Kernel.defjvp` was given for its derivative."""
-        own = _Rule(self, "defjvp", rule, ("primals", "tangents"), "(result, tangent)")
+        takes, gives = ("primals", "tangents"), "(result, tangent)"
+        own = Rule(self.kernel, self.known, "defjvp", rule, takes, gives)
 
         def both(primals: Any, tangents: Any) -> Any:
             wanted = self.results(*primals)
             result, tangent = own.pair(own(primals, tangents))
             moved = tuple(Tensor(each.shape, _tangent_dtype(each.dtype)) for each in wanted)
             return (
-                own.packed("the result", result, wanted),
-                own.packed("the tangent", tangent, moved, zeros=True),
+                self._packed(own, "the result", result, wanted),
+                self._packed(own, "the tangent", tangent, moved, zeros=True),
             )
 
         differentiable = jax.custom_jvp(call)
@@ -58,22 +59,52 @@ class Differentiated:
     ) -> Callable[..., Any]:
         """`call`, with what `Kernel.defvjp` was given for its derivative."""
         takes = tuple(name if name.isidentifier() else "_" for name in self.inputs)
-        first = _Rule(self, "defvjp", forward, takes, "(result, kept)")
+        first = Rule(self.kernel, self.known, "defvjp", forward, takes, "(result, kept)")
         gives = f"({', '.join(f'cotangent of {name}' for name in self.inputs)})"
-        second = _Rule(self, "defvjp", backward, ("kept", "cotangent"), gives)
+        takes = ("kept", "cotangent")
+        second = Rule(self.kernel, self.known, "defvjp", backward, takes, gives)
 
         def there(*arrays: Any) -> Any:
             result, kept = first.pair(first(*arrays))
-            made = first.packed("the result", result, self.results(*arrays))
+            made = self._packed(first, "the result", result, self.results(*arrays))
             return made, (kept, [_Known.of(each) for each in arrays])
 
         def back(kept: Any, cotangent: Any) -> Any:
             kept, given = kept
-            return second.cotangents(second(kept, cotangent), given)
+            return self._cotangents(second, second(kept, cotangent), given)
 
         differentiable = jax.custom_vjp(call)
         differentiable.defvjp(there, back)
         return differentiable
+
+    def _packed(
+        self, rule: "Rule", what: str, found: Any, wanted: Sequence[Tensor], *, zeros: bool = False
+    ) -> Any:
+        """What a rule returns, as the kernel would; None stands for zeros where there may be."""
+        names = self.outputs
+        is_list = isinstance(found, tuple | list)
+        parts = tuple(found) if is_list and len(names) > 1 else (found,)
+        if len(parts) != len(names) or (is_list and len(names) == 1):
+            raise rule.fail(f"returns {kind(found)} as {what}; there are {', '.join(names)}")
+        return self.packed(
+            [
+                rule.checked(f"{what} {name}", part, tensor, zeros)
+                for name, part, tensor in zip(names, parts, wanted, strict=True)
+            ]
+        )
+
+    def _cotangents(self, rule: "Rule", found: Any, given: Sequence["_Known"]) -> tuple[Any, ...]:
+        """For each input what `backward` returns; None for one that has none."""
+        parts = tuple(found) if isinstance(found, tuple | list) else (found,)
+        if len(parts) != len(given):
+            raise rule.fail(f"returns {kind(found)}; there are {', '.join(self.inputs)}")
+        made = []
+        for name, part, each in zip(self.inputs, parts, given, strict=True):
+            differentiable = each.tensor and _tangent_dtype(each.tensor.dtype) != "float0"
+            if part is not None and each.tensor and differentiable:
+                part = rule.checked(f"the cotangent of {name}", part, each.tensor, True)
+            made.append(part if differentiable else None)
+        return tuple(made)
 
 
 @jax.tree_util.register_static
@@ -89,10 +120,20 @@ class _Known:
 
 
 @dataclass(frozen=True)
-class _Rule:
-    """A function of the user's, and how it is called."""
+class Rule:
+    """A function of the user's, and how it is called.
 
-    of: Differentiated
+    Attributes:
+      kernel: the kernel's name as a function.
+      known: the attributes and arguments, which it gets by name.
+      setter: the method that it was given to.
+      function: the function.
+      takes: the names of what it gets by position.
+      gives: what it should return.
+    """
+
+    kernel: str
+    known: Mapping[str, Any]
     setter: str
     function: Callable[..., Any]
     takes: tuple[str, ...]
@@ -100,25 +141,25 @@ class _Rule:
 
     def __str__(self) -> str:
         name = getattr(self.function, "__name__", "the rule")
-        return f"{name}, a rule that {self.of.kernel}.{self.setter} was given,"
+        return f"{name}, a rule that {self.kernel}.{self.setter} was given,"
 
     @property
     def signature(self) -> str:
         """How it should be written."""
         name = getattr(self.function, "__name__", "rule")
-        named = [f"{each}" for each in self.of.known]
+        named = [f"{each}" for each in self.known]
         takes = ", ".join([*self.takes, *(["*"] if named else []), *named])
         return f"def {name if name.isidentifier() else 'rule'}({takes}): return {self.gives}"
 
     def __call__(self, *args: Any) -> Any:
         try:
-            inspect.signature(self.function).bind(*args, **self.of.known)
+            inspect.signature(self.function).bind(*args, **self.known)
         except TypeError as error:
             message = f"{self} cannot be called: {error}: expected {self.signature}"
             raise DTypeError(message) from None
         except ValueError:  # a function that does not tell its signature
             pass
-        return self.function(*args, **self.of.known)
+        return self.function(*args, **self.known)
 
     def fail(self, message: str) -> CallError:
         return CallError(f"{self} {message}: expected {self.signature}")
@@ -126,24 +167,8 @@ class _Rule:
     def pair(self, found: Any) -> tuple[Any, Any]:
         """The two things that a rule returns."""
         if not isinstance(found, tuple | list) or len(found) != 2:
-            raise self.fail(f"returns {_kind(found)}")
+            raise self.fail(f"returns {kind(found)}")
         return found[0], found[1]
-
-    def packed(
-        self, what: str, found: Any, wanted: Sequence[Tensor], *, zeros: bool = False
-    ) -> Any:
-        """What a rule returns, as the kernel would; None stands for zeros where there may be."""
-        names = self.of.outputs
-        is_list = isinstance(found, tuple | list)
-        parts = tuple(found) if is_list and len(names) > 1 else (found,)
-        if len(parts) != len(names) or (is_list and len(names) == 1):
-            raise self.fail(f"returns {_kind(found)} as {what}; there are {', '.join(names)}")
-        return self.of.packed(
-            [
-                self.checked(f"{what} {name}", part, tensor, zeros)
-                for name, part, tensor in zip(names, parts, wanted, strict=True)
-            ]
-        )
 
     def checked(self, what: str, part: Any, wanted: Tensor, zeros: bool) -> Any:
         """An array of a shape and a dtype; of integers' tangents zeros will do in any dtype."""
@@ -152,31 +177,18 @@ class _Rule:
         if part is None and zeros:
             return jnp.zeros(wanted.shape, wanted.dtype)
         if not isinstance(part, jax.Array | np.ndarray | np.generic):
-            raise self.fail(f"returns {_kind(part)} as {what}, which is {wanted}")
+            raise self.fail(f"returns {kind(part)} as {what}, which is {wanted}")
         found = Tensor(tuple(part.shape), str(part.dtype))
         if found != wanted:
             raise self.fail(f"returns {found} as {what}, which is {wanted}")
         return jnp.asarray(part)
-
-    def cotangents(self, found: Any, given: Sequence[_Known]) -> tuple[Any, ...]:
-        """For each input what `backward` returns; None for one that has none."""
-        parts = tuple(found) if isinstance(found, tuple | list) else (found,)
-        if len(parts) != len(given):
-            raise self.fail(f"returns {_kind(found)}; there are {', '.join(self.of.inputs)}")
-        made = []
-        for name, part, each in zip(self.of.inputs, parts, given, strict=True):
-            differentiable = each.tensor and _tangent_dtype(each.tensor.dtype) != "float0"
-            if part is not None and each.tensor and differentiable:
-                part = self.checked(f"the cotangent of {name}", part, each.tensor, True)
-            made.append(part if differentiable else None)
-        return tuple(made)
 
 
 def _tangent_dtype(dtype: str) -> str:
     return dtype if jnp.issubdtype(dtype, jnp.inexact) else "float0"
 
 
-def _kind(found: Any) -> str:
+def kind(found: Any) -> str:
     """What something is, for a message."""
     if isinstance(found, tuple | list):
         return f"a {type(found).__name__} of {len(found)}"

@@ -31,7 +31,7 @@ from jax_webgpu.ops.arguments import (
     bind,
     filled,
 )
-from jax_webgpu.ops.derivatives import Differentiated
+from jax_webgpu.ops.derivatives import Differentiated, Rule, kind
 from jax_webgpu.primitive import Call
 from jax_webgpu.resolve import (
     Pairs,
@@ -279,6 +279,8 @@ class Kernel:
         Args:
           function: called as the kernel is, in plain JAX; returns an array or a tuple of them.
         """
+        if self._reference is not None:
+            jax.clear_caches()  # of calls that were compiled with the one before
         self._reference = _function("defreference", function)
         return function
 
@@ -772,8 +774,17 @@ class Rules:
             unsaid = zip(other.outputs.values(), shapes, strict=False)
             asked = {port.name: shape for port, shape in unsaid if port.shape is None}
             known |= {"outputs": asked} if asked else {}
-        found = kernel._transpose(*given, *others, **known)
-        parts = found if isinstance(found, tuple) else (found,)
+            found = kernel._transpose(*given, *others, **known)
+        else:
+            names = list(zip(static["inputs"], floats, strict=True))
+            takes = [f"cotangent_of_{name}" for name, _ in static["outputs"]]
+            takes += [name for name, is_float in names if not is_float]
+            gives = ", ".join(f"cotangent of {name}" for name, is_float in names if is_float)
+            rule = kernel._transpose
+            found = Rule(kernel.__name__, known, "deftranspose", rule, tuple(takes), gives)(
+                *given, *others
+            )
+        parts = tuple(found) if isinstance(found, tuple | list) else (found,)
         if len(parts) != sum(floats):
             raise CallError(
                 f"{self.operator.name}: the transpose gives {len(parts)} cotangents; expected "
@@ -785,7 +796,7 @@ class Rules:
             if part is None:
                 continue
             (like,) = primitive.tensors_of([operand])
-            got = primitive.tensors_of([part])[0] if hasattr(part, "dtype") else part
+            got = primitive.tensors_of([part])[0] if hasattr(part, "dtype") else kind(part)
             if got != like:
                 raise CallError(
                     f"{self.operator.name}: the transpose gives {name} the cotangent {got}; "
@@ -799,6 +810,11 @@ class Rules:
 
 def _no_derivative(kernel: Kernel) -> DerivativeError:
     name = kernel.__name__
+    if kernel._jvp is not None or kernel._vjp is not None:
+        return DerivativeError(
+            f"{name} is called in its own rule with what is differentiated, as if it were linear; "
+            f"if it is, say so: {name}.deftranspose(other)"
+        )
     return DerivativeError(
         f"{kernel.spec.name} has no derivative; these two lines give it one:\n"
         f"    @{name}.defjvp\n"
