@@ -1217,3 +1217,26 @@ def test_a_transpose_by_another_kernel(run):
         np.testing.assert_array_equal(run(jax.jacrev(call), x), matrix)
         hessian = run(jax.hessian(lambda x, call=call: (call(x) ** 2).sum() / 2), x)
         np.testing.assert_array_equal(hessian, matrix.T @ matrix)
+
+
+# ---- a rule that comes late ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrap", [jax.jit, jax_webgpu.fuse])
+@pytest.mark.parametrize("rule", ["defjvp", "defvjp", "deftranspose"])
+def test_a_rule_that_comes_after_the_first_trace(scale, wrap, rule):
+    x = jnp.asarray(floats(4))
+    function = wrap(lambda x: scale(x))
+
+    def slope():
+        return jax.grad(lambda x: function(x).sum())(x)
+
+    with pytest.raises(DerivativeError):
+        slope()
+    if rule == "defjvp":
+        scale.defjvp(lambda primals, tangents, **_: (scale(primals[0]), 2 * tangents[0]))
+    elif rule == "defvjp":
+        scale.defvjp(lambda x, bias, **_: (scale(x), None), lambda kept, t, **_: (2 * t, None))
+    else:
+        scale.deftranspose(lambda cotangent, **_: 2 * cotangent)
+    np.testing.assert_array_equal(slope(), np.full(4, 2))

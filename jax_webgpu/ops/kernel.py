@@ -232,7 +232,7 @@ class Kernel:
         )
         return static, [each for each in arrays if each is not None]
 
-    # ---- derivatives
+    # ---- derivatives: setting one clears JAX's caches, which hold calls traced without it
 
     def defjvp(self, rule: Callable[..., Any]) -> Callable[..., Any]:
         """Sets the derivative, as `jax.custom_jvp` has it; can be used as a decorator.
@@ -244,6 +244,7 @@ class Kernel:
             for reverse mode.
         """
         self._jvp, self._vjp = _function("defjvp", rule), None
+        jax.clear_caches()
         return rule
 
     def defvjp(self, forward: Callable[..., Any], backward: Callable[..., Any]) -> None:
@@ -258,6 +259,7 @@ class Kernel:
         """
         self._vjp = _function("defvjp", forward), _function("defvjp", backward)
         self._jvp = None
+        jax.clear_caches()
 
     def deftranspose(self, transpose: Callable[..., Any]) -> Callable[..., Any]:
         """Says that the kernel is linear, jointly in all its inputs of a float type.
@@ -271,6 +273,7 @@ class Kernel:
             float input, or a tuple of theirs.
         """
         self._transpose = _function("deftranspose", transpose)
+        jax.clear_caches()
         return transpose
 
     def defreference(self, function: Callable[..., Any]) -> Callable[..., Any]:
