@@ -306,7 +306,9 @@ def _kernel(options: argparse.Namespace) -> tuple[Callable[..., Any], list[Any]]
         if name in inputs or name in named:
             raise ValueError(f"{name} is given twice")
         if name in kernel.spec.inputs:
-            dtype, _, sizes = text.partition(":")
+            dtype, colon, sizes = text.partition(":")
+            if not colon and not dtype.isidentifier():
+                raise ValueError(f"{each!r}: expected DTYPE:SIZES, as in {name}=float32:2,3,40")
             inputs[name] = _array(_sizes(sizes), dtype)
             if inputs[name].dtype.itemsize == 8:
                 options.dtype = "int64"  # else JAX would take it for one of 32 bits
@@ -349,18 +351,22 @@ def _lint(options: argparse.Namespace) -> int:
         print(f"{'error' if finding.is_error else 'warning'}: {finding}")
     errors, warnings = len(wrong), dict[str, None]()
     for variant, verdicts in itertools.groupby(review.review(calls), lambda each: each.variant):
-        statuses = []
-        for verdict in verdicts:
-            errors += verdict.status == "fails"
-            statuses.append(f"{verdict.device} {verdict.status}")
-            for detail in verdict.details if verdict.status == "fails" else ():
-                print(f"error: variant {variant} on {verdict.device}: {detail}")
-            warnings |= dict.fromkeys(verdict.warnings)
-        print(f"{variant}: {', '.join(statuses)}", flush=True)
+        found = [*verdicts]
+        nowhere = all(verdict.status == "refused" for verdict in found)
+        for verdict in found[:1] if nowhere else found:
+            for detail in verdict.details if verdict.status == "fails" or nowhere else ():
+                errors += 1
+                where = "any device, as on " if nowhere else ""
+                print(f"error: variant {variant} on {where}{verdict.device}: {detail}")
+        warnings |= dict.fromkeys(text for verdict in found for text in verdict.warnings)
+        statuses = ", ".join(f"{verdict.device} {verdict.status}" for verdict in found)
+        print(f"{variant}: {statuses}", flush=True)
     for warning in warnings:
         print(f"warning: {warning}")
     count = len(findings) - len(wrong) + len(warnings)
-    print(f"{files.path}: {len(spec.variants)} variants, {errors} errors, {count} warnings")
+    counted = (len(spec.variants), "variant"), (errors, "error"), (count, "warning")
+    total = (f"{number} {noun}" + "s" * (number != 1) for number, noun in counted)
+    print(f"{files.path}: {', '.join(total)}")
     return 1 if errors else 0
 
 

@@ -61,9 +61,11 @@ def _members(spec: Spec) -> Iterator[Finding]:
         yield from _no_features(place, value)
     for name, template in spec.templates.items():
         for node in template.body:
+            asked = {path for each in _asked(node) for path, _ in _unknown(each, known)}
             for each in node.find_all((nodes.Getattr, nodes.Getitem)):
-                for path, _ in _unknown(each, known, deep=False):
-                    yield Finding(f"{name}:{each.lineno}", f"`{path}` is never defined")
+                for path, owner in _unknown(each, known, deep=False):
+                    is_error = path not in asked and owner != "device.limits"
+                    yield Finding(f"{name}:{each.lineno}", f"`{path}` is never defined", is_error)
 
 
 def _asked(node: nodes.Node) -> Iterator[nodes.Node]:

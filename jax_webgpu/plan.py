@@ -162,6 +162,16 @@ def forget() -> None:
     _made.cache_clear()
 
 
+def fitted(resolved: Resolved, capabilities: Capabilities) -> Resolved:
+    """A call whose WORKGROUP_SIZE, where it is not set, is no larger than the device can run."""
+    default = resolved.spec.tunables.get("WORKGROUP_SIZE")
+    if not isinstance(default, int) or "WORKGROUP_SIZE" in dict(resolved.tunables):
+        return resolved
+    limits = ("maxComputeInvocationsPerWorkgroup", "maxComputeWorkgroupSizeX")
+    most = min(map(capabilities.limit, limits))
+    return resolved if default <= most else resolved.with_tunables(WORKGROUP_SIZE=most)
+
+
 def anew(resolved: Resolved, capabilities: Capabilities, *, strict: bool = False) -> Plan:
     """As `make`, but nothing is kept; `strict` as in `Template.render`."""
     selection = variants.select(resolved, capabilities)

@@ -111,6 +111,7 @@ def _verdict(
 ) -> Verdict:
     name, status = capabilities.name, "renders" if gpu is None else "compiles"
     try:
+        call = plan.fitted(call, capabilities)
         planned = plan.anew(call, capabilities)
         if gpu is not None:
             runtime.compile_(planned, gpu)

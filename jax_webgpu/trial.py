@@ -146,7 +146,7 @@ def attempt(operator: Spec, case: Case) -> Result:
     except CallError as error:
         return Result(case.name, Status.FAILED, str(error))
     try:
-        variant = plan.make(call, capabilities).variant
+        variant = plan.make(plan.fitted(call, capabilities), capabilities).variant
     except CallError as error:
         return Result(case.name, Status.FAILED, str(error))
     except DeviceError as error:
@@ -192,7 +192,7 @@ def _problem(operator: Spec, case: Case, call: Resolved) -> str | None:
         if tensor != case.outputs[name].tensor:
             return f"{name} is {tensor}, expected {case.outputs[name].tensor}"
     arrays = [case.inputs[name].values for name, _ in call.inputs]
-    runner = runtime.Operator(repr(operator), operator)
+    runner = runtime.Operator(repr(operator), operator, fit=plan.fitted)
     try:
         results = runtime.run(runner, call, [array for array in arrays if array is not None])
     except (JaxWebGPUError, ValueError) as error:

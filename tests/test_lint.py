@@ -145,7 +145,7 @@ def test_wgsl_that_is_refused_is_an_error(capsys, tmp_path):
     status, out = call(capsys, one(tmp_path, "  y[i] = nothing;"))
     assert status == 1
     assert "error: variant only on " in out and "one.wgsl.jinja" in out
-    assert out.endswith("1 variants, 1 errors, 0 warnings\n")
+    assert out.endswith("1 variant, 1 error, 0 warnings\n")
 
 
 def test_a_template_that_prints_nothing_where_it_means_something(capsys, tmp_path):

@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_webgpu import config, device, folder, hub, primitive, runtime, variants
+from jax_webgpu import config, device, folder, hub, plan, primitive, runtime, variants
 from jax_webgpu.batch import Batch
 from jax_webgpu.batch import check as check_batch
-from jax_webgpu.capabilities import IDEAL, Capabilities
+from jax_webgpu.capabilities import IDEAL
 from jax_webgpu.describe import describe
 from jax_webgpu.errors import CallError, DerivativeError, DTypeError
 from jax_webgpu.expressions import EVERY, Expression
@@ -408,16 +408,6 @@ def _registered(spec: Spec) -> primitive.Registered:
     return primitive.register(Rules(spec))
 
 
-def _fit(resolved: Resolved, capabilities: Capabilities) -> Resolved:
-    """A WORKGROUP_SIZE that is not set is no larger than the device can run."""
-    default = resolved.spec.tunables.get("WORKGROUP_SIZE")
-    if not isinstance(default, int) or "WORKGROUP_SIZE" in dict(resolved.tunables):
-        return resolved
-    limits = ("maxComputeInvocationsPerWorkgroup", "maxComputeWorkgroupSizeX")
-    most = min(map(capabilities.limit, limits))
-    return resolved if default <= most else resolved.with_tunables(WORKGROUP_SIZE=most)
-
-
 def _check_shapes(resolved: Resolved, asked: tuple[tuple[str, Given], ...]) -> None:
     """A shape that the caller gives beside the manifest's must be the same.
 
@@ -492,7 +482,7 @@ class Rules:
     """
 
     def __init__(self, spec: Spec):
-        self.operator = Operator(spec.name, spec, early=_early, fit=_fit)
+        self.operator = Operator(spec.name, spec, early=_early, fit=plan.fitted)
 
     def resolve(self, call: Call, tensors: tuple[Tensor, ...]) -> Resolved:
         own, static = self.operator.spec, dict(call.static)
@@ -651,7 +641,8 @@ class Rules:
         except CallError as error:
             raise CallError(
                 f"{self.operator.name}: vmap_axis folds a batch of {size} into one call, which is "
-                f"refused: {error}"
+                f"refused: {error}; vmap_method='sequential', without vmap_axis, calls it for each "
+                "element"
             ) from None
         results = _registered(self.operator.spec).apply(whole, *folded)
         unfolded = [
