@@ -413,6 +413,9 @@ def test_scalar(run):
         ("text", {"base": "1"}, TypeError, [r"\bbase\b", "number", r"\bstr\b"]),
         ("dtype", {"dtype": "int32"}, TypeError, [r"\bdtype\b", r"\bfloat32\b", r"\bint32\b"]),
         ("no-dtype", {"dtype": array(2)}, TypeError, [r"\bdtype\b", r"\bfloat32\b", "array"]),
+        ("no-python", {"dtype": "01"}, TypeError, [r"\bdtype\b", r"\bfloat32\b", "01"]),
+        ("swapped", {"dtype": ">f4"}, TypeError, [r"\bdtype\b", r"\bfloat32\b", ">f4"]),
+        ("scalar", {"dtype": np.float32(1)}, TypeError, [r"\bdtype\b", r"\bfloat32\b"]),
         ("memory", {"max_positions": 2**50}, ValueError, [r"\bmax_positions\b", "memory"]),
         ("sizes", {"max_positions": 2**62}, ValueError, [r"\bmax_positions\b", "memory"]),
     ]

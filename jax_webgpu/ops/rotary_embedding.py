@@ -122,7 +122,7 @@ def rotary_cache(
     _check_number(base, "base")
     if not 0 < base < np.inf:
         raise CallError(f"base is {base}; expected a positive number")
-    _check_float_type(dtype)
+    kind = _float_type(dtype)
     try:
         frequencies = float(base) ** (-np.arange(0, width, 2, dtype=np.float64) / max(width, 1))
         angles = np.arange(rows, dtype=np.float64)[:, None] * frequencies
@@ -130,7 +130,7 @@ def rotary_cache(
         raise CallError(
             f"max_positions is {rows} and rotary_dim {width}: the caches do not fit into memory"
         ) from None
-    return jnp.asarray(np.cos(angles), dtype), jnp.asarray(np.sin(angles), dtype)
+    return jnp.asarray(np.cos(angles), kind), jnp.asarray(np.sin(angles), kind)
 
 
 # ---- checks -------------------------------------------------------------------------------------
@@ -141,13 +141,17 @@ def _check_number(value: Any, name: str) -> None:
         raise DTypeError(f"{name} must be a static number, got {type(value).__name__} {value!r}")
 
 
-def _check_float_type(dtype: Any) -> None:
+def _float_type(dtype: Any) -> np.dtype:
+    if isinstance(dtype, jax.Array | np.ndarray | np.generic):  # NumPy takes these for their own
+        raise DTypeError("dtype is an array; expected a float type such as float32: pass its dtype")
     try:
-        is_float = jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
-    except (TypeError, ValueError):
+        found = jnp.dtype(dtype)
+    except (TypeError, ValueError, SyntaxError):  # the last of what NumPy reads as Python
         raise DTypeError(f"dtype is {dtype!r}; expected a float type such as float32") from None
-    if not is_float:
-        raise DTypeError(f"dtype is {jnp.dtype(dtype)}; expected a float type such as float32")
+    is_jax = found.isnative and found.itemsize <= 8  # others JAX does not have
+    if not (jnp.issubdtype(found, jnp.floating) and is_jax):
+        raise DTypeError(f"dtype is {found}; expected a float type such as float32")
+    return found
 
 
 def _attributes(

@@ -139,7 +139,10 @@ def to_number(value: Any) -> float:
     text = value.strip()
     if text[:2].lower() in ("0x", "0o", "0b"):
         base = {"x": 16, "o": 8, "b": 2}[text[1].lower()]
-        return float(int(text, base)) if text[2:].isalnum() else math.nan
+        try:
+            return float(int(text, base)) if text[2:].isalnum() else math.nan
+        except ValueError:  # a digit that the base has not
+            return math.nan
     if text.lstrip("+-") == "Infinity":
         return -math.inf if text[0] == "-" else math.inf
     if {*text.lower()} - {*"0123456789.e+-"}:

@@ -32,7 +32,10 @@ START = 300
 TAIL = 4000
 
 _OFFLINE = {
-    "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)]),
+    # Ours first, and then the caller's: wgpu may be there.
+    "PYTHONPATH": os.pathsep.join(
+        [str(TESTS), str(TESTS.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    ),
     "HF_HUB_OFFLINE": "1",
     "JAX_WEBGPU_TUNED": os.devnull,
     # On the CPU platform `pure_callback` can hang where the pool of threads is small.
