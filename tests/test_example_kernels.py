@@ -251,7 +251,8 @@ def test_gelu_keeps_its_digits_where_it_is_small():
     x = np.linspace(-14, -4, 101, dtype=np.float32)
     actual, _ = run("gelu", x)
     exact = np.array([z * math.erfc(-z / math.sqrt(2)) / 2 for z in x.tolist()])
-    # `tail`, the result over x, may be flushed to zero where it is subnormal, and the result then is.
+    # `tail`, which is the result over x, may be flushed to zero where it is subnormal: so then is
+    # the result.
     smallest = np.finfo(np.float32).tiny
     flushed = np.where(np.abs(exact / x) < smallest, np.abs(exact), 0)
     check(actual, exact, 3e-5 * np.abs(exact) + flushed)
