@@ -258,7 +258,7 @@ def _explain(options: argparse.Namespace) -> int:
 def _array(shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
     try:
         found = jnp.dtype(dtype)
-    except TypeError:
+    except (TypeError, ValueError, SyntaxError):  # NumPy reads some texts as Python
         found = None
     if found is None or not (jnp.issubdtype(found, jnp.number) or found == jnp.bool_):
         raise ValueError(f"{dtype!r} is no data type of JAX's; expected one like float16")

@@ -81,6 +81,8 @@ def test_explain_on_this_adapter(capsys):
             "'real' is no data type",
         ),
         ("explain split --x 4,9 --num-outputs 2 --dtype O --device floor", "'O' is no data type"),
+        ("explain split --x 4,9 --num-outputs 2 --dtype 0( --device floor", "'0(' is no data type"),
+        ("explain split --x 4,9 --num-outputs 2 --dtype 01 --device floor", "'01' is no data type"),
         ("explain rotary_embedding --x 8 --cos 8,4 --position-ids --device floor", "x has shape"),
         ("explain rotary_embedding --x 1,2,3,8 --cos 1,3,8 --device floor", "the full width of 8"),
         (f"{ROTARY} --workgroup-size 512 --device floor", "WORKGROUP_SIZE is 512"),
