@@ -15,7 +15,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, cycle, islice
-from itertools import count as numbers
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -23,6 +23,7 @@ import numpy as np
 
 from jax_webgpu import config, plan
 from jax_webgpu.capabilities import FLOOR_LIMITS, Capabilities, worse
+from jax_webgpu.driver import Commands, Driver, NativeDriver, NoAnswerError, cut
 from jax_webgpu.errors import AdapterError, DeviceError, DeviceLostError, ShaderError
 from jax_webgpu.plan import Bound, PassPlan
 from jax_webgpu.program import Launch, Program, alone
@@ -48,16 +49,6 @@ MAX_IDLE_BYTES = 1 << 30
 # and so many in turn, so that one is filled while another is copied.
 _PIECE_BYTES = 8 << 20
 _PIECES = 4
-# Rows with gaps between them are first put together, so many bytes at a time: the cache holds them.
-_BLOCK_BYTES = 256 << 10
-
-# Seconds for which a call looks without a pause whether the device is done; then between two looks,
-# in proportion to what was waited already, so that a wait is about a twentieth too long at most.
-_NO_PAUSE = 200e-6
-_FIRST_PAUSE, _LONGEST_PAUSE = 20e-6, 1e-3
-_PAUSE_GROWTH = 0.05
-# Seconds that a call waits for the device, unless JAX_WEBGPU_TIMEOUT says how many.
-TIMEOUT = 600.0
 # Up to so many bytes `writeBuffer`, which copies twice, costs less than mapping does.
 _WRITE_BYTES = 64 << 10
 
@@ -353,226 +344,64 @@ class _Recent(OrderedDict[Any, Any]):
         return value
 
 
-class _Mapper:
-    """Mappings by way of wgpu's promises."""
-
-    def __init__(self, device: "wgpu.GPUDevice"):
-        self.device = device
-
-    def ask(self, buffer: "wgpu.GPUBuffer", mode: str, size: int | None) -> Any:
-        """Asks for a mapping of the first `size` bytes; `wait` takes the result."""
-        # wgpu's own word for "READ" without one more submission, which it makes since a mapping
-        # could otherwise come before what is written. Ours comes after the submission of that.
-        mode = "READ_NOSYNC" if mode == "READ" else mode
-        return buffer.map_async(mode, 0, size)
-
-    def wait(self, asked: Any) -> None:
-        asked.sync_wait()
-
-    def forget(self, asked: Any) -> None:
-        """Nobody is going to wait for this one."""
-
-    def forget_all(self) -> None:
-        """Nor for any other."""
-
-    def check(self) -> None:
-        """Raises wgpu's own error if the device is lost."""
-        self.device.create_command_encoder().finish()
-
-    def write(self, buffer: "wgpu.GPUBuffer", data: np.ndarray, offset: int) -> None:
-        # Rows with gaps go in blocks, which begin where WebGPU maps: at multiples of 8.
-        blocks = data.ndim == 2 and data.shape[1] % 8 == 0
-        for start, part in _cut(data, _BLOCK_BYTES) if blocks else [(0, data)]:
-            buffer.write_mapped(np.ascontiguousarray(part), offset + start)
-
-    def read(self, buffer: "wgpu.GPUBuffer", size: int) -> np.ndarray:
-        """The first bytes, not copied: they are gone with the mapping."""
-        return np.frombuffer(buffer.read_mapped(0, size, copy=False), np.uint8)
-
-    def unmap(self, buffer: "wgpu.GPUBuffer") -> None:
-        buffer.unmap()
-
-
-_interrupted = threading.local()
-
-
-class _NativeMapper(_Mapper):
-    """Mappings by wgpu-native's own functions, on the thread that waits.
-
-    wgpu's promises hand over to a thread of its own and back, which for a call of few bytes takes
-    longer than all the rest. And where a device is lost wgpu-native ends the process: in a wait for
-    that device, in a submission to it, and where it looks for the memory of a mapping. So there is
-    no such wait here, and `check` comes before the others.
-    """
-
-    def __init__(self, device: "wgpu.GPUDevice"):
+def _driver(device: "wgpu.GPUDevice") -> Driver:
+    """The faster one, unless this wgpu has not what it needs."""
+    try:
         from wgpu.backends.wgpu_native import ffi, lib
         from wgpu.backends.wgpu_native._api import libf
 
-        super().__init__(device)
-        self._ffi, self._lib = ffi, lib
-        self._raising = libf  # the same functions, whose errors are raised
-        self._instance = _instance()
-        if self._instance is None:
-            raise ImportError("this wgpu does not show its instance")
-        self._probe = device.create_buffer(size=4, usage=_wgpu().BufferUsage.COPY_DST)
-        self._nothing = ffi.new("char[1]")
-        self._modes = {"READ": lib.WGPUMapMode_Read, "WRITE": lib.WGPUMapMode_Write}
-        self._numbers = numbers(1)
-        self._answers: dict[int, str | None] = {}  # None: not yet there
-
-        def answer(status: Any, message: Any, number: Any, _: Any) -> None:
-            text = ""
-            if status != lib.WGPUMapAsyncStatus_Success:
-                text = f"no mapping ({status})"
-                if message.data != ffi.NULL and 0 < message.length < 4096:
-                    text += f": {ffi.string(message.data, message.length).decode(errors='replace')}"
-            asked = int(ffi.cast("uintptr_t", number))
-            if asked in self._answers:
-                self._answers[asked] = text
-
-        def interrupted(kind: Any, error: BaseException, trace: Any) -> None:
-            # By the handler of a signal: nothing that is raised in `answer` gets out of it.
-            _interrupted.by = error
-            given = trace.tb_frame.f_locals
-            answer(given["status"], given["message"], given["number"], None)
-
-        signature = "void(WGPUMapAsyncStatus, WGPUStringView, void *, void *)"
-        self._answer = ffi.callback(signature, answer, onerror=interrupted)
-        _kept.append(self._answer)  # buffers may be gone before wgpu-native calls it
-        mode = lib.WGPUCallbackMode_AllowProcessEvents
-        self._info = ffi.new(
-            "WGPUBufferMapCallbackInfo *", {"mode": mode, "callback": self._answer}
-        )
-
-    def ask(self, buffer: "wgpu.GPUBuffer", mode: str, size: int | None) -> Any:
-        number = next(self._numbers)
-        self._answers[number] = None
-        self._info.userdata1 = self._ffi.cast("void *", number)
-        self._lib.wgpuBufferMapAsync(
-            buffer._internal, self._modes[mode], 0, size or buffer.size, self._info[0]
-        )
-        return number
-
-    def wait(self, asked: Any) -> None:
-        self.check()
-        start = time.perf_counter()
-        while self._answers[asked] is None and time.perf_counter() - start < _NO_PAUSE:
-            self._look()
-        limit = _timeout()
-        waited, pause = 0.0, _FIRST_PAUSE
-        while self._answers[asked] is None:
-            if waited > limit:
-                raise _TimeoutError(f"no answer in {limit:g} s (JAX_WEBGPU_TIMEOUT)")
-            time.sleep(pause)
-            waited += pause  # not by the clock, which runs on while the process is stopped
-            pause = min(max(pause, waited * _PAUSE_GROWTH), _LONGEST_PAUSE)
-            self.check()
-        problem = self._answers.pop(asked)
-        if problem:
-            raise RuntimeError(problem)
-
-    def forget(self, asked: Any) -> None:
-        self._answers.pop(asked, None)
-
-    def forget_all(self) -> None:
-        self._answers.clear()
-
-    def _look(self) -> None:
-        """Hands over the answers that have come, to whichever thread waits for them."""
-        self._lib.wgpuInstanceProcessEvents(self._instance)
-        if (error := getattr(_interrupted, "by", None)) is not None:
-            del _interrupted.by
-            raise error
-
-    def check(self) -> None:
-        self._look()  # a driver tells of a loss only when it is asked something
-        self._raising.wgpuQueueWriteBuffer(
-            self.device.queue._internal, self._probe._internal, 0, self._nothing, 0
-        )
-
-    def write(self, buffer: "wgpu.GPUBuffer", data: np.ndarray, offset: int) -> None:
-        view = self._view(buffer, offset, data.nbytes)
-        view.reshape(data.shape)[...] = data
-
-    def read(self, buffer: "wgpu.GPUBuffer", size: int) -> np.ndarray:
-        return self._view(buffer, 0, size)
-
-    def unmap(self, buffer: "wgpu.GPUBuffer") -> None:
-        self._lib.wgpuBufferUnmap(buffer._internal)
-
-    def _alive(self, buffer: "wgpu.GPUBuffer") -> Any:
-        self.check()
-        return buffer._internal
-
-    def _view(self, buffer: "wgpu.GPUBuffer", offset: int, size: int) -> np.ndarray:
-        start = self._lib.wgpuBufferGetMappedRange(self._alive(buffer), offset, size)
-        if start == self._ffi.NULL:
-            raise RuntimeError("the mapping is gone")
-        return np.frombuffer(self._ffi.buffer(start, size), np.uint8)
-
-
-def _mapper(device: "wgpu.GPUDevice") -> _Mapper:
-    """The faster one, unless this wgpu has not what it needs."""
-    try:
-        return _NativeMapper(device)
+        instance = _instance()
+        if instance is None:
+            return Driver(device)
+        native = SimpleNamespace(ffi=ffi, lib=lib, raising=libf, instance=instance, kept=_kept)
+        return NativeDriver(device, native)
     except (ImportError, AttributeError, KeyError, TypeError):
-        return _Mapper(device)
+        return Driver(device)
 
 
 class _Memory:
     """A buffer, and what is known of its mapping. Of memory to upload from, idle means mapped."""
 
-    def __init__(self, buffer: "wgpu.GPUBuffer", usage: int, mapper: _Mapper):
+    def __init__(self, buffer: "wgpu.GPUBuffer", usage: int, driver: Driver):
         self.buffer = buffer
         self.usage = usage
         self.size: int = buffer.size
-        self._mapper = mapper
+        self._driver = driver
         self._asked: Any = None
 
     def map(self, mode: str, size: int | None = None) -> None:
         """Asks for a mapping; what uses it waits for it."""
-        self._asked = self._mapper.ask(self.buffer, mode, size)
+        self._asked = self._driver.ask(self.buffer, mode, size)
 
     def write(self, data: np.ndarray, offset: int) -> None:
         self._wait()
-        self._mapper.write(self.buffer, data, offset)
+        self._driver.write(self.buffer, data, offset)
 
     def read(self, size: int) -> np.ndarray:
         """The first bytes, not copied: they are gone with the mapping."""
         self._wait()
-        return self._mapper.read(self.buffer, size)
+        return self._driver.read(self.buffer, size)
 
     def unmap(self) -> None:
         self._wait()
-        self._mapper.unmap(self.buffer)
+        self._driver.unmap(self.buffer)
 
     def destroy(self) -> None:
         """Gives the memory back, as soon as the device has done what it was given before."""
-        self._mapper.forget(self._asked)
+        self._driver.forget(self._asked)
         self.buffer.destroy()
 
     def _wait(self) -> None:
         if self._asked is not None:
             asked, self._asked = self._asked, None
-            self._mapper.wait(asked)
-
-
-class _TimeoutError(Exception):
-    """The device did not answer in time."""
-
-
-def _timeout() -> float:
-    given = config.environment().timeout
-    return TIMEOUT if given is None else given
+            self._driver.wait(asked)
 
 
 class _Pool:
     """Memory for reuse, by usage and size class; idle, at most so many bytes."""
 
-    def __init__(self, device: "wgpu.GPUDevice", largest: int):
-        self.device = device
-        self.mapper = _mapper(device)
+    def __init__(self, driver: Driver, largest: int):
+        self.driver = driver
         self.largest = largest
         given = config.environment().pool_bytes
         self.most = MAX_IDLE_BYTES if given is None else given
@@ -592,10 +421,10 @@ class _Pool:
             memory = self.idle.pop(free.pop())
             self.idle_bytes -= size
             return memory
-        buffer = self.device.create_buffer(
+        buffer = self.driver.device.create_buffer(
             label="jax_webgpu", size=size, usage=usage, mapped_at_creation=mapped
         )
-        return _Memory(buffer, usage, self.mapper)
+        return _Memory(buffer, usage, self.driver)
 
     def release(self, memory: _Memory) -> None:
         if memory.size > self.most:  # and push nothing else out
@@ -705,7 +534,8 @@ class Device:
                 required_limits=dict(info.capabilities.limits),
             )
             self.capabilities = self._probed(info.capabilities)
-            self._pool = _Pool(self._device, self.capabilities.limit("maxBufferSize"))
+            self._driver = _driver(self._device)
+            self._pool = _Pool(self._driver, self.capabilities.limit("maxBufferSize"))
         except (RuntimeError, wgpu.GPUError) as error:
             raise AdapterError(f"{info} gives no device: {error}") from error
         self.info = info
@@ -768,7 +598,7 @@ class Device:
     def _tell(self, error: Exception, where: str) -> None:
         """Raises an error as the caller is to see it, unless that is the error itself."""
         wgpu = _wgpu()
-        if isinstance(error, _TimeoutError):
+        if isinstance(error, NoAnswerError):
             self._abandon()  # it may answer yet, and write to what is used otherwise by then
             raise DeviceError(f"{where}: {error}") from error
         if self._is_lost():
@@ -779,7 +609,7 @@ class Device:
 
     def _is_lost(self) -> bool:
         try:
-            self._pool.mapper.check()
+            self._driver.check()
         except (_wgpu().GPUError, RuntimeError) as error:
             _forget_frames(error)
             return True
@@ -808,15 +638,15 @@ class Device:
         kept = self._keep(program)
         memories = self._acquire(program, held)
         self._upload(_sources(program, memories, inputs), held)
-        encoder = self._device.create_command_encoder(label=program.label)
-        self._encode(encoder, kept, memories)
+        commands = self._driver.commands(program.label)
+        self._encode(commands, kept, memories)
         wanted = [
             _Copy(memories[place.buffer], _bytes(data), place.offset)
             for place, data in zip(program.outputs, outputs, strict=True)
             if data.size
         ]
-        landings, rest = self._stage_first(encoder, wanted, held)
-        self._submit(encoder)
+        landings, rest = self._stage_first(commands, wanted, held)
+        self._submit(commands)
         for memory in memories:
             if memory.usage == self._upload_usage:
                 memory.map("WRITE")  # for the next call: one wait serves this and the read-back
@@ -847,9 +677,8 @@ class Device:
         sized = zip(program.sizes, usages, strict=True)
         return [self._take(size, usage, held) for size, usage in sized]
 
-    def _submit(self, encoder: "wgpu.GPUCommandEncoder") -> None:
-        self._pool.mapper.check()
-        self._device.queue.submit([encoder.finish()])
+    def _submit(self, commands: Commands) -> None:
+        commands.submit()
         self.counters["submissions"] += 1
 
     # ---- host to device
@@ -866,7 +695,7 @@ class Device:
                 whole = np.zeros(size, np.uint8)
                 for copy in own:
                     whole[copy.start : copy.start + copy.data.nbytes] = copy.data.reshape(-1)
-                self._device.queue.write_buffer(memory.buffer, 0, whole)
+                self._driver.send(memory.buffer, whole)
             else:
                 self._upload_in_pieces(own, held)
 
@@ -877,47 +706,37 @@ class Device:
         for piece, batch in zip(cycle(pieces), _batches(copies), strict=False):
             offsets = _packed(batch)
             _fill(piece, [_Copy(piece, c.data, at) for c, at in zip(batch, offsets, strict=True)])
-            encoder = self._device.create_command_encoder(label="upload")
+            commands = self._driver.commands("upload")
             for copy, offset in zip(batch, offsets, strict=True):
-                encoder.copy_buffer_to_buffer(
+                commands.copy(
                     piece.buffer, offset, copy.memory.buffer, copy.start, copy.data.nbytes
                 )
-            self._submit(encoder)
+            self._submit(commands)
             piece.map("WRITE")
         for piece in reversed(pieces):
             self._give(piece, held)
 
     # ---- dispatches
 
-    def _encode(
-        self, encoder: "wgpu.GPUCommandEncoder", kept: _Kept, memories: Sequence[_Memory]
-    ) -> None:
+    def _encode(self, commands: Commands, kept: _Kept, memories: Sequence[_Memory]) -> None:
         key = tuple(map(id, memories))
         found = kept.groups.find(key)
         if found is None:
             groups = [self._bind_group(ready, memories) for ready in kept.launches]
             found = kept.groups.keep(key, (groups, memories))
-        compute = None
         for ready, group in zip(kept.launches, found[0], strict=True):
-            if (ready.launch.cleared or ready.launch.copied) and compute is not None:
-                compute.end()  # no pass may be open
-                compute = None
             for index in ready.launch.cleared:
-                encoder.clear_buffer(memories[index].buffer)
+                commands.clear(memories[index].buffer)
             for source, target, size in ready.launch.copied:
-                encoder.copy_buffer_to_buffer(
+                commands.copy(
                     memories[source.buffer].buffer,
                     source.offset,
                     memories[target.buffer].buffer,
                     target.offset,
                     size,
                 )
-            compute = compute or encoder.begin_compute_pass()
-            compute.set_pipeline(ready.pipeline.compute)
-            compute.set_bind_group(0, group)
-            compute.dispatch_workgroups(*ready.launch.dispatch.workgroups)
-        if compute is not None:
-            compute.end()
+            workgroups = ready.launch.dispatch.workgroups
+            commands.dispatch(ready.pipeline.compute, group, workgroups)
         self.counters["dispatches"] += len(kept.launches)
 
     def _bind_group(self, ready: _Ready, memories: Sequence[_Memory]) -> "wgpu.GPUBindGroup":
@@ -953,7 +772,7 @@ class Device:
     # ---- device to host
 
     def _stage_first(
-        self, encoder: "wgpu.GPUCommandEncoder", wanted: Sequence[_Copy], held: list[_Memory]
+        self, commands: Commands, wanted: Sequence[_Copy], held: list[_Memory]
     ) -> "tuple[deque[_Landing], Iterator[Sequence[_Copy]]]":
         """What can be mapped after the next submission, and the copies that wait for their turn."""
         if self._unified:
@@ -962,18 +781,16 @@ class Device:
                 by_memory[id(copy.memory)].append(copy)
             return deque(_Landing(own[0].memory, own) for own in by_memory.values()), iter(())
         batches = _batches(wanted)
-        first = deque(self._stage(encoder, each, held) for each in islice(batches, _PIECES))
+        first = deque(self._stage(commands, each, held) for each in islice(batches, _PIECES))
         return first, batches
 
-    def _stage(
-        self, encoder: "wgpu.GPUCommandEncoder", batch: Sequence[_Copy], held: list[_Memory]
-    ) -> _Landing:
+    def _stage(self, commands: Commands, batch: Sequence[_Copy], held: list[_Memory]) -> _Landing:
         """Encodes the copies of a batch to memory that can be mapped."""
         offsets = _packed(batch)
         size = offsets[-1] + _aligned(batch[-1].data.nbytes, 8)
         memory = self._take(size, self._download_usage, held)
         for copy, offset in zip(batch, offsets, strict=True):
-            encoder.copy_buffer_to_buffer(
+            commands.copy(
                 copy.memory.buffer,
                 copy.start,
                 memory.buffer,
@@ -999,9 +816,9 @@ class Device:
                 continue
             self._give(landing.memory, held)
             for batch in islice(rest, 1):
-                encoder = self._device.create_command_encoder(label="read-back")
-                landings.append(self._stage(encoder, batch, held))
-                self._submit(encoder)
+                commands = self._driver.commands("read-back")
+                landings.append(self._stage(commands, batch, held))
+                self._submit(commands)
                 landings[-1].memory.map("READ", landings[-1].size)
 
     def measure(
@@ -1061,7 +878,8 @@ class Device:
                             compute.dispatch_workgroups(*ready.launch.dispatch.workgroups)
                     compute.end()
                     encoder.resolve_query_set(queries, 0, 2, ticks, 0)
-                    self._submit(encoder)
+                    self._driver.check()
+                    self._device.queue.submit([encoder.finish()])
                     begin, end = np.frombuffer(self._device.queue.read_buffer(ticks), np.uint64)
                     if warmed:
                         times.append(float(end - begin) * 1e-9 / runs)
@@ -1152,7 +970,7 @@ class Device:
 
     def _clear(self) -> None:
         self._pool.clear()
-        self._pool.mapper.forget_all()
+        self._driver.forget_all()
         self._programs.clear()
         self.linked.clear()
 
@@ -1218,23 +1036,11 @@ def _fill(memory: _Memory, copies: Sequence[_Copy]) -> None:
     memory.unmap()
 
 
-def _cut(data: np.ndarray, size: int) -> Iterator[tuple[int, np.ndarray]]:
-    """Parts of at most `size` bytes, or of one row, and where each starts.
-
-    At a multiple of 8 bytes, however long a row is, if there are as many rows to a part.
-    """
-    each = data.nbytes // len(data)
-    step = max(1, size // each)
-    step -= step % 8 if step >= 8 else 0
-    for start in range(0, len(data), step):
-        yield start * each, data[start : start + step]
-
-
 def _batches(copies: Sequence[_Copy]) -> Iterator[list[_Copy]]:
     """Copies of at most `_PIECE_BYTES` together."""
     batch, used = list[_Copy](), 0
     for copy in copies:
-        for start, data in _cut(copy.data, _PIECE_BYTES):
+        for start, data in cut(copy.data, _PIECE_BYTES):
             if used + data.nbytes > _PIECE_BYTES:
                 yield batch
                 batch, used = [], 0

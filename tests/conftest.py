@@ -21,7 +21,7 @@ from promises import PROMISES
 os.environ["JAX_WEBGPU_TUNED"] = os.devnull  # what this machine was tuned to is not tested
 
 import jax_webgpu
-from jax_webgpu import device
+from jax_webgpu import device, driver
 
 # Hypothesis draws anew each time, and keeps nothing in the checkout.
 hypothesis.settings.register_profile("here", database=None)
@@ -209,7 +209,7 @@ def fresh(monkeypatch):
 
     def call(**bounds):
         for name, value in bounds.items():
-            monkeypatch.setattr(device, name, value)
+            monkeypatch.setattr(device if hasattr(device, name) else driver, name, value)
         info = jax_webgpu.device_info()
         return device.Device(wgpu.gpu.enumerate_adapters_sync()[info.index], info)
 

@@ -84,7 +84,7 @@ def poisoned() -> Iterator[Poison]:
         if mapped:  # memory to upload from: idle means mapped
             memory.write(word.view(np.uint8), 0)
         else:
-            pool.device.queue.write_buffer(memory.buffer, 0, word)
+            pool.driver.send(memory.buffer, word)
         return memory
 
     def dispatched(

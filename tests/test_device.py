@@ -26,7 +26,7 @@ from launches import (
 from test_operators import assert_right
 
 import jax_webgpu
-from jax_webgpu import capabilities, device, runtime
+from jax_webgpu import capabilities, device, driver, runtime
 from jax_webgpu.device import AdapterInfo, choose
 from jax_webgpu.program import alone
 
@@ -516,7 +516,7 @@ def test_an_error_of_the_driver(fresh, spied):
 
 
 @pytest.mark.parametrize("unified", [True, False])
-def test_a_mapping_that_fails(unified, fresh, spied, mapper, monkeypatch):
+def test_a_mapping_that_fails(unified, fresh, spied, each_driver, monkeypatch):
     gpu = fresh(_UNIFIED=KINDS if unified else ())
     assert_split_runs(gpu)
 
@@ -524,7 +524,7 @@ def test_a_mapping_that_fails(unified, fresh, spied, mapper, monkeypatch):
         raise RuntimeError("no mapping")
 
     with monkeypatch.context() as patch:
-        patch.setattr(gpu._pool.mapper, "wait", no_mapping)
+        patch.setattr(gpu._driver, "wait", no_mapping)
         with pytest.raises(jax_webgpu.DeviceError, match="no mapping"):
             assert_split_runs(gpu)
     assert_split_runs(gpu)
@@ -591,18 +591,18 @@ def test_bytes_that_are_not_whole_words(case, run):
     assert_right(run(public_function(case), *inputs), case, inputs)
 
 
-@pytest.fixture(params=["native", "promises"])
-def mapper(request, monkeypatch):
-    """Both ways to map: by wgpu-native's functions, and where these are missing by promises."""
-    if request.param == "promises":
-        monkeypatch.setattr(device, "_mapper", device._Mapper)
+@pytest.fixture(params=["native", "portable"])
+def each_driver(request, monkeypatch):
+    """By wgpu-native's functions, and where these are missing by wgpu's interface."""
+    if request.param == "portable":
+        monkeypatch.setattr(device, "_driver", driver.Driver)
     else:
-        assert isinstance(device._mapper(device.get()._device), device._NativeMapper)
+        assert type(device.get()._driver) is driver.NativeDriver
 
 
 @pytest.mark.parametrize("unified", [True, False])
 @pytest.mark.parametrize("piece", [256, 1000, 4096])
-def test_arrays_of_several_pieces(piece, unified, fresh, mapper):
+def test_arrays_of_several_pieces(piece, unified, fresh, each_driver):
     """Whether the host maps what kernels bind or copies in pieces: up, down, and twice."""
     bounds = {"_PIECE_BYTES": piece, "_WRITE_BYTES": 64}
     gpu = fresh(**bounds, _UNIFIED=KINDS if unified else ())
@@ -624,7 +624,7 @@ def test_arrays_of_several_pieces(piece, unified, fresh, mapper):
 @pytest.mark.halves  # buffers whose elements are no whole words
 @pytest.mark.parametrize("unified", [True, False])
 @pytest.mark.parametrize("width", [3, 5, 6])
-def test_rows_with_gaps_between_them(width, unified, fresh, mapper):
+def test_rows_with_gaps_between_them(width, unified, fresh, each_driver):
     """Of 2 bytes an element: rows that are no whole words, of more than one piece."""
     gpu = fresh(
         _PIECE_BYTES=64, _BLOCK_BYTES=64, _WRITE_BYTES=16, _UNIFIED=KINDS if unified else ()
@@ -647,7 +647,7 @@ def test_rows_with_gaps_between_them(width, unified, fresh, mapper):
 
 @pytest.mark.halves  # buffers whose elements are no whole words
 @pytest.mark.parametrize("unified", [True, False])
-def test_bytes_of_an_array_that_end_within_a_word(unified, fresh, mapper):
+def test_bytes_of_an_array_that_end_within_a_word(unified, fresh, each_driver):
     gpu = fresh(_PIECE_BYTES=64, _WRITE_BYTES=16, _UNIFIED=KINDS if unified else ())
     rng = np.random.default_rng(6)
     for size in (6, 18, 70, 130, 190, 250):
@@ -674,11 +674,11 @@ def poisoned(monkeypatch):
 
     def acquire_poisoned(self, *args, **kwargs):
         memory = acquire(self, *args, **kwargs)
-        poison = bytes(byte * memory.size)
+        poison = np.full(memory.size, byte[0], np.uint8)
         if memory.usage & wgpu.BufferUsage.MAP_WRITE:
-            memory.write(np.frombuffer(poison, np.uint8), 0)
+            memory.write(poison, 0)
         else:
-            self.device.queue.write_buffer(memory.buffer, 0, poison)
+            self.driver.send(memory.buffer, poison)
         return memory
 
     def run_poisoned(self, plan, inputs, outputs):

@@ -29,6 +29,7 @@ from stress import CALLS, LONG, PATIENCE, SCALE, figures
 
 import jax_webgpu
 from jax_webgpu import device
+from jax_webgpu import driver as of_calls
 
 # --- destroyed between calls and in them --------------------------------------------------------
 
@@ -90,7 +91,7 @@ def test_a_device_that_is_lost_between_calls(f, callback, made, record_property)
 
 
 def traced(line, act, call):
-    """Calls, and acts before the line of that number of those that run in `device.py`.
+    """Calls, and acts before the line of that number of those of `device.py` and `driver.py`.
 
     Returns whether the call came that far.
     """
@@ -98,7 +99,7 @@ def traced(line, act, call):
 
     def trace(frame, event, _):
         nonlocal left
-        if frame.f_code.co_filename != device.__file__:
+        if frame.f_code.co_filename not in (device.__file__, of_calls.__file__):
             return None
         if event == "line":
             left -= 1
@@ -119,9 +120,10 @@ def traced(line, act, call):
 @pytest.mark.parametrize("unified", [True, False])
 def test_a_device_that_is_lost_before_each_line(unified, made, monkeypatch, record_property):
     """Of a call with several pieces up and down: it is made again, and right."""
-    for name, value in {"_WRITE_BYTES": 16, "_PIECE_BYTES": 64, "_NO_PAUSE": 0}.items():
+    for name, value in {"_WRITE_BYTES": 16, "_PIECE_BYTES": 64}.items():
         monkeypatch.setattr(device, name, value)
-    monkeypatch.setattr(device, "_FIRST_PAUSE", 1e-3)
+    for name, value in {"NO_PAUSE": 0, "FIRST_PAUSE": 1e-3}.items():
+        monkeypatch.setattr(of_calls, name, value)
     monkeypatch.setattr(device, "_UNIFIED", KINDS if unified else ())
     x, losses = jnp.arange(60, dtype=jnp.float32), 0
     jitted = jax.jit(split)
@@ -176,7 +178,7 @@ def test_a_device_that_is_lost_again_and_again(made, monkeypatch):
     acquire = device._Pool.acquire
 
     def losing(self, *args, **kwargs):
-        type(self.device).destroy(self.device)
+        type(self.driver.device).destroy(self.driver.device)
         return acquire(self, *args, **kwargs)
 
     assert_right(split, split(SMALL), SMALL)
@@ -206,9 +208,8 @@ def out_of_memory(patch, gpu):
 
 def refused_write(patch, gpu):
     """An error of wgpu's own, out of a frame in which cffi exports a memoryview."""
-    queue = gpu._device.queue
-    write = queue.write_buffer
-    patch.setattr(queue, "write_buffer", lambda buffer, _, data: write(buffer, 1, data))
+    write = gpu._device.queue.write_buffer
+    patch.setattr(gpu._driver, "send", lambda buffer, data: write(buffer, 1, data))
     return planned(split_x, X)
 
 
@@ -216,7 +217,7 @@ def no_mapping(patch, gpu):
     def wait(asked):
         raise RuntimeError("no mapping")
 
-    patch.setattr(gpu._pool.mapper, "wait", wait)
+    patch.setattr(gpu._driver, "wait", wait)
     return planned(split_x, X)
 
 
@@ -402,6 +403,7 @@ FAULTS = [
 FAULTY = """
 import ctypes, json, re, sys
 from jax_webgpu import device
+from jax_webgpu import driver as of_calls
 
 driver = ctypes.CDLL({driver!r})
 faults, left = ((ctypes.c_int * 8).in_dll(driver, name) for name in ("faults", "left"))

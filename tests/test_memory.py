@@ -121,7 +121,7 @@ KINDS = "buffers computePipelines bindGroups bindGroupLayouts pipelineLayouts sh
 
 def kept():
     gc.collect()
-    device.get()._pool.mapper.check()
+    device.get()._driver.check()
     return [generate_report()["hub"][kind]["kept"] for kind in KINDS]
 
 def resident():

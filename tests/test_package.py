@@ -316,7 +316,7 @@ def test_spec_is_named_after_its_operator_and_has_its_shaders(name):
 # The package has three layers. The first makes plans and needs neither JAX nor a GPU, the second
 # runs them, the third teaches JAX to. A module that is not named here belongs to the first.
 
-RUNNING = {"batch", "device", "group", "review", "runtime", "trial", "tuning"}
+RUNNING = {"batch", "device", "driver", "group", "review", "runtime", "trial", "tuning"}
 CALLING = {"", "__main__", "cli", "explain", "fuse", "ops", "primitive", "selftest"}
 
 
