@@ -332,15 +332,16 @@ class _NativeCommands(Commands):
 
     def submit(self) -> None:
         self._end_pass()
-        driver = self._driver
-        driver.check()
-        made = driver.ffi.gc(
-            driver.raising.wgpuCommandEncoderFinish(self._encoder, driver.finished),
-            self._lib.wgpuCommandBufferRelease,
-        )
-        driver.raising.wgpuQueueSubmit(
-            driver.device.queue._internal, 1, driver.ffi.new("WGPUCommandBuffer[1]", [made])
-        )
+        queue = self._driver.device.queue._internal
+        submit = self._driver.raising.wgpuQueueSubmit
+        self._driver.check()
+        # `_finish` tells of a loss as `check` does, and there is nothing between it and this.
+        submit(queue, 1, [self._finish()])
+
+    def _finish(self) -> Any:
+        finish, gc = self._driver.raising.wgpuCommandEncoderFinish, self._driver.ffi.gc
+        release = self._lib.wgpuCommandBufferRelease
+        return gc(finish(self._encoder, self._driver.finished), release)
 
     def _end_pass(self) -> None:
         if self._pass is not None:
