@@ -10,14 +10,17 @@ import time
 from collections.abc import Iterator, Sequence
 from itertools import count
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from jax_webgpu import config
 
-if TYPE_CHECKING:
-    import wgpu
+# wgpu's objects, whose types `device` alone can name.
+GPUDevice: TypeAlias = Any
+GPUBuffer: TypeAlias = Any
+GPUComputePipeline: TypeAlias = Any
+GPUBindGroup: TypeAlias = Any
 
 # Seconds for which a call looks without a pause whether the device is done; then between two looks,
 # in proportion to what was waited already, so that a wait is about a twentieth too long at most.
@@ -41,7 +44,7 @@ class Driver:
       device: of wgpu's, with no other driver.
     """
 
-    def __init__(self, device: "wgpu.GPUDevice"):
+    def __init__(self, device: GPUDevice):
         self.device = device
 
     def check(self) -> None:
@@ -50,7 +53,7 @@ class Driver:
 
     # ---- mappings
 
-    def ask(self, buffer: "wgpu.GPUBuffer", mode: str, size: int | None) -> Any:
+    def ask(self, buffer: GPUBuffer, mode: str, size: int | None) -> Any:
         """Asks for a mapping of the first `size` bytes; `wait` takes the result."""
         # wgpu's own word for "READ" without one more submission, which it makes since a mapping
         # could otherwise come before what is written. Ours comes after the submission of that.
@@ -72,23 +75,23 @@ class Driver:
     def forget_all(self) -> None:
         """Nor for any other."""
 
-    def write(self, buffer: "wgpu.GPUBuffer", data: np.ndarray, offset: int) -> None:
+    def write(self, buffer: GPUBuffer, data: np.ndarray, offset: int) -> None:
         """Copies to mapped memory."""
         # Rows with gaps go in blocks, which begin where WebGPU maps: at multiples of 8.
         blocks = data.ndim == 2 and data.shape[1] % 8 == 0
         for start, part in cut(data, _BLOCK_BYTES) if blocks else [(0, data)]:
             buffer.write_mapped(np.ascontiguousarray(part), offset + start)
 
-    def read(self, buffer: "wgpu.GPUBuffer", size: int) -> np.ndarray:
+    def read(self, buffer: GPUBuffer, size: int) -> np.ndarray:
         """The first bytes of mapped memory, not copied: they are gone with the mapping."""
         return np.frombuffer(buffer.read_mapped(0, size, copy=False), np.uint8)
 
-    def unmap(self, buffer: "wgpu.GPUBuffer") -> None:
+    def unmap(self, buffer: GPUBuffer) -> None:
         buffer.unmap()
 
     # ---- the queue
 
-    def send(self, buffer: "wgpu.GPUBuffer", data: np.ndarray) -> None:
+    def send(self, buffer: GPUBuffer, data: np.ndarray) -> None:
         """Copies contiguous bytes, a multiple of 4, to the start of memory that is not mapped."""
         self.device.queue.write_buffer(buffer, 0, data)
 
@@ -105,16 +108,16 @@ class Commands:
         self._encoder = driver.device.create_command_encoder(label=label)
         self._pass: Any = None
 
-    def clear(self, buffer: "wgpu.GPUBuffer") -> None:
+    def clear(self, buffer: GPUBuffer) -> None:
         """Zeroes a buffer."""
         self._end_pass()
         self._encoder.clear_buffer(buffer)
 
     def copy(
         self,
-        source: "wgpu.GPUBuffer",
+        source: GPUBuffer,
         start: int,
-        target: "wgpu.GPUBuffer",
+        target: GPUBuffer,
         at: int,
         size: int,
     ) -> None:
@@ -124,8 +127,8 @@ class Commands:
 
     def dispatch(
         self,
-        pipeline: "wgpu.GPUComputePipeline",
-        group: "wgpu.GPUBindGroup",
+        pipeline: GPUComputePipeline,
+        group: GPUBindGroup,
         workgroups: Sequence[int],
     ) -> None:
         self._pass = self._pass or self._encoder.begin_compute_pass()
@@ -163,7 +166,7 @@ class NativeDriver(Driver):
         ends.
     """
 
-    def __init__(self, device: "wgpu.GPUDevice", native: SimpleNamespace):
+    def __init__(self, device: GPUDevice, native: SimpleNamespace):
         super().__init__(device)
         self.ffi, self.lib, self.raising = ffi, lib, _ = native.ffi, native.lib, native.raising
         self._instance = native.instance
@@ -208,7 +211,7 @@ class NativeDriver(Driver):
 
     # ---- mappings
 
-    def ask(self, buffer: "wgpu.GPUBuffer", mode: str, size: int | None) -> Any:
+    def ask(self, buffer: GPUBuffer, mode: str, size: int | None) -> Any:
         number = next(self._numbers)
         self._answers[number] = None
         self._info.userdata1 = self.ffi.cast("void *", number)
@@ -249,17 +252,17 @@ class NativeDriver(Driver):
             del _interrupted.by
             raise error
 
-    def write(self, buffer: "wgpu.GPUBuffer", data: np.ndarray, offset: int) -> None:
+    def write(self, buffer: GPUBuffer, data: np.ndarray, offset: int) -> None:
         view = self._view(buffer, offset, data.nbytes)
         view.reshape(data.shape)[...] = data
 
-    def read(self, buffer: "wgpu.GPUBuffer", size: int) -> np.ndarray:
+    def read(self, buffer: GPUBuffer, size: int) -> np.ndarray:
         return self._view(buffer, 0, size)
 
-    def unmap(self, buffer: "wgpu.GPUBuffer") -> None:
+    def unmap(self, buffer: GPUBuffer) -> None:
         self.lib.wgpuBufferUnmap(buffer._internal)
 
-    def _view(self, buffer: "wgpu.GPUBuffer", offset: int, size: int) -> np.ndarray:
+    def _view(self, buffer: GPUBuffer, offset: int, size: int) -> np.ndarray:
         self.check()
         start = self.lib.wgpuBufferGetMappedRange(buffer._internal, offset, size)
         if start == self.ffi.NULL:
@@ -268,7 +271,7 @@ class NativeDriver(Driver):
 
     # ---- the queue
 
-    def send(self, buffer: "wgpu.GPUBuffer", data: np.ndarray) -> None:
+    def send(self, buffer: GPUBuffer, data: np.ndarray) -> None:
         address, _ = data.__array_interface__["data"]
         self.raising.wgpuQueueWriteBuffer(
             self.device.queue._internal,
@@ -297,7 +300,7 @@ class _NativeCommands(Commands):
             lib.wgpuCommandEncoderRelease,
         )
 
-    def clear(self, buffer: "wgpu.GPUBuffer") -> None:
+    def clear(self, buffer: GPUBuffer) -> None:
         self._end_pass()
         self._lib.wgpuCommandEncoderClearBuffer(
             self._encoder, buffer._internal, 0, self._lib.WGPU_WHOLE_SIZE
@@ -305,9 +308,9 @@ class _NativeCommands(Commands):
 
     def copy(
         self,
-        source: "wgpu.GPUBuffer",
+        source: GPUBuffer,
         start: int,
-        target: "wgpu.GPUBuffer",
+        target: GPUBuffer,
         at: int,
         size: int,
     ) -> None:
@@ -318,8 +321,8 @@ class _NativeCommands(Commands):
 
     def dispatch(
         self,
-        pipeline: "wgpu.GPUComputePipeline",
-        group: "wgpu.GPUBindGroup",
+        pipeline: GPUComputePipeline,
+        group: GPUBindGroup,
         workgroups: Sequence[int],
     ) -> None:
         lib, ffi = self._lib, self._driver.ffi
