@@ -24,7 +24,7 @@ class Verdict:
         something; or ``fails``. The worst of its calls', but refused where all are.
       details: why, in words, of each call that fails or is refused.
       warnings: of a template that prints something undefined, or declares another workgroup size
-        than its dispatch counts with.
+        than its dispatch counts with; and of a test's tunables that alone are too much.
     """
 
     variant: str
@@ -110,21 +110,26 @@ def _verdict(
     strict: bool,
 ) -> Verdict:
     name, status = capabilities.name, "renders" if gpu is None else "compiles"
+
+    def make(call: Resolved, strict: bool = False) -> Plan:
+        return plan.anew(plan.fitted(call, capabilities), capabilities, strict=strict)
+
     try:
-        call = plan.fitted(call, capabilities)
-        planned = plan.anew(call, capabilities)
+        planned = make(call)
         if gpu is not None:
             runtime.compile_(planned, gpu)
     except ShaderError as error:
         return Verdict(variant, name, "fails", (str(error),))
     except DeviceError as error:
-        return Verdict(variant, name, "refused", (str(error).splitlines()[-1].strip(),))
+        reason = str(error).splitlines()[-1].strip()
+        told = (reason,) if plan.is_refused_for_tunables(call, make) else ()
+        return Verdict(variant, name, "refused", (reason,), told)
     except JaxWebGPUError as error:
         return Verdict(variant, name, "fails", (str(error),))
     if not strict:
         return Verdict(variant, name, status)
     try:
-        warnings = tuple(_mismatches(plan.anew(call, capabilities, strict=True)))
+        warnings = tuple(_mismatches(make(call, strict=True)))
     except JaxWebGPUError as error:
         if any(lint.is_certain(each, str(error)) for each in call.spec.templates.values()):
             return Verdict(variant, name, "fails", (str(error),))

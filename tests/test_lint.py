@@ -211,6 +211,20 @@ def test_another_workgroup_size_than_the_dispatch_has(capsys, tmp_path, declared
     assert (status, told in out, out.count("warning: ")) == (0, is_told, is_told), out
 
 
+def test_a_tunable_of_a_test_that_a_device_cannot_have(capsys, tmp_path):
+    path = one(tmp_path, "  y[i] = x[i];")
+    array = {"dtype": "float32", "shape": [1], "data": {"kind": "values", "values": [1]}}
+    case = {"name": "large", "inputs": {"x": array}, "outputs": {"y": array}}
+    case["tunables"] = {"WORKGROUP_SIZE": 512}
+    (path / "test.json").write_text(json.dumps({"cases": [case]}))
+    status, out = call(capsys, path)
+    assert status == 0
+    for name in ("floor", "swiftshader"):
+        assert "warning: One: WORKGROUP_SIZE is 512; maxCompute" in out
+        assert f"of {name} is 256" in out
+    assert "2 warnings" in out, out
+
+
 @pytest.mark.parametrize(
     ("clause", "message"),
     [

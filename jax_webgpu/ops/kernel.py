@@ -64,16 +64,16 @@ def load_kernel(
       source: a folder; or, where there is none of this name, the id of a repository of the type
         "kernel" on the Hugging Face Hub, which needs the extra ``hub``. Where the folder has a
         ``metadata.json``, the files must have the digests that it lists.
-      version: of a repository's contract, such as 1.
+      version: of a repository's contract, such as 1; a folder has none.
       revision: in place of a version, the 40 digits of a commit.
       vmap_axis: the axis of every input and output along which the kernel makes no difference
         between one array and several one behind the other; or, by port name, that of some inputs
         and of every output. `jax.vmap` then makes one call, in which no axis is added, and this
         one is as many times as long as the batch has elements; negative ones count from the last
         axis of a single element. An input that the batch shares is repeated along its axis, or
-        stays as it is where it has no axes or is not named. `vmap_method` applies where one that
-        is mapped has none, and where the axes are not equally long.
-      vmap_method: what `jax.vmap` does else, in the words of `jax.pure_callback`:
+        stays as it is where it has no axes or is not named. Where one that is mapped has none, or
+        the axes are not equally long, the kernel is called for each element.
+      vmap_method: in place of `vmap_axis`, in the words of `jax.pure_callback`:
         ``"sequential"``, the default, calls the kernel for each element of the batch;
         ``"expand_dims"`` and ``"broadcast_all"`` call it once with one more axis in front, of
         size 1 or of the batch's for what is not mapped. A call that stands for a batch is tried
@@ -90,6 +90,11 @@ def load_kernel(
       HubError: the Hub cannot be reached, or has no such kernel.
       MissingExtraError: the Hub's client is not installed.
     """
+    if vmap_axis is not None and vmap_method is not None:
+        raise CallError(
+            f"vmap_axis is {vmap_axis!r} and vmap_method {vmap_method!r}; expected at most one of "
+            "them: each says how jax.vmap makes one call of a batch"
+        )
     options = {
         "vmap_axis": vmap_axis,
         "vmap_method": _vmap_method(vmap_method),
@@ -102,7 +107,7 @@ def load_kernel(
 def open_folder(
     source: str | os.PathLike[str], *, version: int | None = None, revision: str | None = None
 ) -> folder.Folder:
-    """The verified files of a folder here or on the Hub; see `load_kernel`."""
+    """The verified files of a folder here or on the Hub; as for `load_kernel`."""
     given = _source(source)
     path = Path(given)
     try:
@@ -110,6 +115,12 @@ def open_folder(
     except OSError as error:  # a name that no file can have
         raise CallError(f"there is no kernel folder {_brief(given)}: {error.strerror}") from None
     if is_folder:
+        for name, value in (("version", version), ("revision", revision)):
+            if value is not None:
+                raise CallError(
+                    f"{name} is {value!r}, and {_brief(given)} is a folder here, which has none; "
+                    "it is of a repository on the Hub"
+                )
         return folder.read(path)
     if is_file:
         raise CallError(f"{given} is a file; give its folder")
