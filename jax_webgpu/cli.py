@@ -247,6 +247,8 @@ def _explain(options: argparse.Namespace) -> int:
         plans = jax_webgpu.explain(function, *arrays, device=options.device)
     asked = ", ".join(f"{array.dtype}{list(array.shape)}" for array in arrays)
     print(f"asked     {getattr(options, 'folder', options.operator)} of {asked}")
+    for whole in plans.pieces:
+        print(whole.describe())
     for plan in plans:
         print(plan.describe())
         names = variants.select(plan.resolved, plan.capabilities).scope
