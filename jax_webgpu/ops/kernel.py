@@ -4,6 +4,7 @@ import functools
 import inspect
 import os
 import re
+import threading
 from collections import namedtuple
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 
@@ -163,6 +165,11 @@ class Kernel:
         self.__name__ = self.__qualname__ = _snake_case(spec.name)
         self.__doc__ = describe(spec)
         self.__signature__ = _signature(spec)
+        # Made now, so that what another process exported can be read before the first call.
+        needed = tuple(name for name, port in spec.outputs.items() if not port.optional)
+        for names in (needed, tuple(spec.outputs)):
+            if len(names) > 1:
+                _named_tuple(spec.name, names)
 
     def __repr__(self) -> str:
         return f"<kernel {self.spec!r}>"
@@ -376,9 +383,22 @@ def _packed(name: str, names: tuple[str, ...], results: Sequence[Any]) -> Any:
     return _named_tuple(name, names)(*results)
 
 
-@functools.cache
 def _named_tuple(name: str, names: tuple[str, ...]) -> Any:
-    return namedtuple(_identifier(name), names, rename=True)
+    """The type of a result of several arrays: one for each name of a kernel and its outputs."""
+    with _making:  # two threads must not make two types
+        return _make_named_tuple(name, names)
+
+
+_making = threading.Lock()
+
+
+@functools.cache
+def _make_named_tuple(name: str, names: tuple[str, ...]) -> Any:
+    """Registered, or `jax.export` could not write down a function that returns one."""
+    return jax.export.register_namedtuple_serialization(
+        namedtuple(_identifier(name), names, rename=True),
+        serialized_name=f"jax_webgpu.{name}({', '.join(names)})",
+    )
 
 
 def _identifier(name: str) -> str:
