@@ -363,6 +363,8 @@ def _lint(options: argparse.Namespace) -> int:
         warnings |= dict.fromkeys(text for verdict in found for text in verdict.warnings)
         statuses = ", ".join(f"{verdict.device} {verdict.status}" for verdict in found)
         print(f"{variant}: {statuses}", flush=True)
+    if note := review.half_floats(spec, calls):
+        print(f"note: {note}")
     for warning in warnings:
         print(f"warning: {warning}")
     count = len(findings) - len(wrong) + len(warnings)

@@ -12,6 +12,8 @@ from jax_webgpu.plan import Plan
 from jax_webgpu.resolve import Resolved, extend, scope
 from jax_webgpu.spec import Spec
 
+F16 = "shader-f16"
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -88,6 +90,39 @@ def review(found: Mapping[str, Sequence[Resolved]]) -> Iterator[Verdict]:
             verdicts = [_verdict(variant, call, capabilities, on, call in strict) for call in given]
             strict -= {c for c, v in zip(given, verdicts, strict=True) if v.status != "refused"}
             yield _worst(verdicts)
+
+
+def half_floats(spec: Spec, found: Mapping[str, Sequence[Resolved]]) -> str | None:
+    """Which dtypes run only on devices with the feature shader-f16; None where all run on others.
+
+    Args:
+      spec: the manifest.
+      found: its calls, as `calls` gives them.
+    """
+    without = [each.held_to(each.features - {F16}, {}) for each in PRESETS.values()]
+    runs = dict[str, bool]()
+    """Of a dtype that some device takes, whether one without the feature does."""
+    for call in {replace(call, spec=spec): None for given in found.values() for call in given}:
+        if any(_runs(each, call) for each in PRESETS.values()):
+            apart = any(_runs(each, call) for each in without)
+            for variable, dtype in call.logical:
+                told = f"{variable} as {dtype}"
+                runs[told] = runs.get(told, False) or apart
+    if all(runs.values()):
+        return None
+    needing = ", ".join(name for name, apart in runs.items() if not apart)
+    others = ", ".join(name for name, apart in runs.items() if apart) or "nothing"
+    lacking = " and ".join(each.name for each in PRESETS.values() if not each.has(F16))
+    return f"only with the feature {F16}, which {lacking} lack: {needing}; without it too: {others}"
+
+
+def _runs(capabilities: Capabilities, call: Resolved) -> bool:
+    """Whether a device takes a call, and has the f16 that its WGSL may ask for."""
+    try:
+        passes = plan.make(plan.fitted(call, capabilities), capabilities).passes
+    except JaxWebGPUError:
+        return False
+    return capabilities.has(F16) or not any(wgsl.enables_f16(wgsl.code(p.wgsl)) for p in passes)
 
 
 def _worst(verdicts: Sequence[Verdict]) -> Verdict:

@@ -43,7 +43,44 @@ def test_the_examples_are_clean(capsys, name):
     status, out = call(capsys, KERNELS / name)
     assert status == 0
     assert out.endswith(" 0 errors, 0 warnings\n"), out
-    assert len(re.findall(r" compiles, floor renders, apple-m renders", out)) == out.count("\n") - 1
+    told = out.count("\n") - out.count("\nnote: ") - 1
+    assert len(re.findall(r" compiles, floor renders, apple-m renders", out)) == told
+
+
+@pytest.mark.parametrize(
+    ("types", "contract", "note"),
+    [
+        (
+            ["float32", "float16", "int32"],
+            "f16Ok(dtypes.T)",
+            "only with the feature shader-f16, which floor and swiftshader lack: T as float16; "
+            "without it too: T as float32, T as int32",
+        ),
+        (
+            ["float16"],
+            "f16Ok(dtypes.T)",
+            "only with the feature shader-f16, which floor and swiftshader lack: T as float16; "
+            "without it too: nothing",
+        ),
+        (["float32", "int32"], "f16Ok(dtypes.T)", None),
+        # Nothing in the manifest says it; but the WGSL has `f16`.
+        (
+            ["float32", "float16"],
+            "true",
+            "only with the feature shader-f16, which floor and swiftshader lack: T as float16; "
+            "without it too: T as float32",
+        ),
+    ],
+)
+def test_a_note_of_dtypes_that_need_shader_f16(capsys, tmp_path, types, contract, note):
+    path = one(tmp_path, "  y[i] = x[i];")
+    changed(path, with_key("typeConstraints", "T", value=types))
+    changed(path, with_key("when", value=[contract]))
+    for ports in ("inputs", "outputs"):
+        changed(path, with_key(ports, "x" if ports == "inputs" else "y", "dtype", value="T"))
+    status, out = call(capsys, path)
+    assert status == 0, out
+    assert re.findall("^note: (.*)$", out, re.MULTILINE) == ([note] if note else [])
 
 
 def test_a_call_is_found_for_each_published_variant(published):
