@@ -1,7 +1,6 @@
 """`explain`: what the operators in a JAX function would do on a device, as text; nothing is run."""
 
 import functools
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from jax_webgpu import group, primitive
 from jax_webgpu.capabilities import PRESETS, Capabilities
 from jax_webgpu.errors import CallError, LimitError
 from jax_webgpu.fuse import group_of, is_group
-from jax_webgpu.group import Group, Linked, Operation
+from jax_webgpu.group import Group, Linked, Operation, bytes_of
 from jax_webgpu.plan import Plan
 from jax_webgpu.primitive import Call, Registered
 from jax_webgpu.resolve import Resolved, Tensor
@@ -108,7 +107,7 @@ class Pieces:
 
     def describe(self) -> str:
         """The pieces as text for a person."""
-        most = _most_bound(self.capabilities)
+        most = self.capabilities.most_bound
         lines = [
             f"call      {self.resolved}",
             f"device    {self.capabilities.name}",
@@ -140,7 +139,7 @@ def _cut(operator: Operator, resolved: Resolved, capabilities: Capabilities) -> 
         outputs = operator.parts(resolved) if operator.parts else [t for _, t in resolved.outputs]
         arrays = [_hollow(tensor) for _, tensor in resolved.inputs]
         targets = [_hollow(tensor) for tensor in outputs]
-        for piece, *_ in operator.pieces(resolved, arrays, targets, _most_bound(capabilities)):
+        for piece, *_ in operator.pieces(resolved, arrays, targets, capabilities.most_bound):
             if piece == resolved:
                 raise
             yield from _cut(operator, piece, capabilities)
@@ -153,11 +152,6 @@ def _hollow(tensor: Tensor) -> np.ndarray:
     if np.dtype(tensor.dtype).kind in "iu":
         return np.broadcast_to(np.int8(0), tensor.shape)
     return np.empty(tensor.shape, "V0")
-
-
-def _most_bound(capabilities: Capabilities) -> int:
-    """The most bytes of an array that a device binds."""
-    return min(map(capabilities.limit, ("maxStorageBufferBindingSize", "maxBufferSize")))
 
 
 @dataclass(frozen=True)
@@ -185,7 +179,7 @@ class Grouped:
         """What would cross if each operator crossed on its own."""
         tensors = self.group.tensors
         return sum(
-            _bytes(tensors[number])
+            bytes_of(tensors[number])
             for step in self.group.operations
             for number in (*step.operands, *step.results)
         )
@@ -197,15 +191,11 @@ class Grouped:
             return self.bytes_alone
         tensors = self.group.tensors
         crossing = (*(number for number, _ in self.linked.uploads), *self.linked.downloads)
-        return sum(_bytes(tensors[number]) for number in crossing)
+        return sum(bytes_of(tensors[number]) for number in crossing)
 
     def describe(self) -> str:
         """The group as text for a person."""
         return "\n".join(_lines(self))
-
-
-def _bytes(tensor: Tensor) -> int:
-    return int(math.prod(tensor.shape) * np.dtype(tensor.dtype).itemsize)
 
 
 def _lines(grouped: Grouped) -> Iterator[str]:

@@ -618,6 +618,11 @@ def _workgroups(dispatch: Dispatch, names: Mapping[str, Any]) -> tuple[int, int,
         threads = evaluate(dispatch.threads, names)
         size = _whole(evaluate(dispatch.workgroup_size, names), "dispatch.workgroupSize")
         groups = _whole(ceil_div(threads, size), "dispatch.threads / workgroupSize")
+    return folded(groups)
+
+
+def folded(groups: int) -> tuple[int, int, int]:
+    """Counts in x and y of at least so many workgroups, of which x alone has too few places."""
     return min(groups, DISPATCH_FOLD_WIDTH), -(-groups // DISPATCH_FOLD_WIDTH), 1
 
 

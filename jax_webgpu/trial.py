@@ -22,7 +22,7 @@ from jax_webgpu import device, document, dtypes, plan, runtime, spec, variants
 from jax_webgpu.capabilities import IDEAL
 from jax_webgpu.document import Node
 from jax_webgpu.errors import CallError, DeviceError, JaxWebGPUError
-from jax_webgpu.folder import Folder
+from jax_webgpu.folder import MANIFEST, Folder
 from jax_webgpu.plan import Plan
 from jax_webgpu.resolve import Resolved, Tensor, resolve
 from jax_webgpu.spec import Spec
@@ -117,8 +117,7 @@ def run(files: Folder) -> Iterator[Result]:
       SpecError: manifest or tests are not in the format; before the first case runs.
       AdapterError: there is no device.
     """
-    manifest = files.read_bytes("manifest.json")
-    operator = spec.loads(manifest, files.path / "manifest.json", files.read_bytes)
+    operator = spec.loads(files.read_bytes(MANIFEST), files.path / MANIFEST, files.read_bytes)
     cases = read(files)
     return (attempt(operator, case) for case in cases)
 

@@ -423,6 +423,15 @@ def test_where_a_group_cannot_be_whole():
     assert max(each.size for each in arrays) <= 2**27
 
 
+def test_a_tunable_that_is_too_large_is_told_while_jax_compiles():
+    f = jax.jit(jax_webgpu.fuse(qkv_front))
+    with (
+        jax_webgpu.configure(tunables={"WORKGROUP_SIZE": 2**20}),
+        pytest.raises(jax_webgpu.LimitError, match=r"WORKGROUP_SIZE is 1,048,576"),
+    ):
+        f.lower(example(), COS, SIN, POSITIONS).compile()
+
+
 def test_explain():
     found = jax_webgpu.explain(
         jax_webgpu.fuse(qkv_front), example(), COS, SIN, POSITIONS, device="h200"
