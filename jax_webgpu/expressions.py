@@ -481,9 +481,20 @@ class Compiler:
         operate, whole = _ARITHMETIC[type(node)], _WHOLE.get(type(node))
         left, right = self.compile(node.left), self.compile(node.right)
 
+        if whole is None:  # division, whose result is a number
+
+            def divide(scope: Scope) -> Any:
+                a, b = left(scope), right(scope)
+                try:
+                    return operate(a, b)
+                except ExpressionError as error:
+                    raise _told(error, node) from None
+
+            return divide
+
         def calculate(scope: Scope) -> Any:
             a, b = left(scope), right(scope)
-            if whole is not None and a.__class__ is int and b.__class__ is int:
+            if a.__class__ is int and b.__class__ is int:
                 result = whole(a, b)
                 if -EXACT <= result <= EXACT:
                     return result
