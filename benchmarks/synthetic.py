@@ -254,6 +254,7 @@ def _product_variant(family, order, rows, columns, size):
     }  # fmt: skip
     if size % 3 == 1:
         part = {"arg": "y", "name": "y", "elementType": "$outVector"}
+        variant["passes"][0]["derive"]["outVector"] = f'"vec{width}<f32>"'  # into `parts`
         variant["intermediates"] = [
             {"id": "parts", "dtype": "float32", "shape": ["splits", "numel(shapes.y)"]}
         ]
@@ -386,9 +387,9 @@ fn store{0}(sums: array<{{{{ wide }}}}, {1}>, row: u32, column: u32) {{
 {{% for i in range({1}) %}}
 {{{{ guard("row + " ~ i ~ "u", "params.m", exactRows) }}}}
 {{% if hasBias | default(false) and family == "bias" %}}
-    let value{{{{ i }}}} = sums[{{{{ i }}}}] * params.alpha + {{{{ wide }}}}(bias[column]);
+    let value{{{{ i }}}} = sums[{{{{ i }}}}] * params.alpha + f32(bias[column]);
 {{% elif family == "scaled" or family == "gated" %}}
-    let value{{{{ i }}}} = sums[{{{{ i }}}}] * params.alpha * {{{{ wide }}}}(scale[column]);
+    let value{{{{ i }}}} = sums[{{{{ i }}}}] * params.alpha * f32(scale[column]);
 {{% else %}}
     let value{{{{ i }}}} = sums[{{{{ i }}}}] * params.alpha;
 {{% endif %}}

@@ -63,6 +63,11 @@ class Capabilities:
         """The value of a WebGPU limit; `KeyError` for a name that WebGPU does not have."""
         return self._limits[name]
 
+    @property
+    def most_bound(self) -> int:
+        """The most bytes of an array that can be bound whole."""
+        return min(self.limit("maxStorageBufferBindingSize"), self.limit("maxBufferSize"))
+
     def held_to(self, features: Set[str] | None, limits: Mapping[str, int]) -> Self:
         """No better than this: the features that are named, or all; and a limit's worse value."""
         return replace(

@@ -16,8 +16,8 @@ import jax_webgpu
 from jax_webgpu import device, lint, review, selftest, trial, tuning, variants
 from jax_webgpu.capabilities import PRESETS
 from jax_webgpu.errors import JaxWebGPUError
-from jax_webgpu.folder import Folder
-from jax_webgpu.ops.kernel import MANIFEST, open_folder
+from jax_webgpu.folder import MANIFEST, Folder
+from jax_webgpu.ops.kernel import open_folder
 from jax_webgpu.ops.rotary_embedding import Rules as Rotary
 from jax_webgpu.ops.split import Rules as Split
 from jax_webgpu.spec import loads
@@ -61,85 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_folder(info, nargs="?")
     info.set_defaults(run=_info)
 
-    explain = commands.add_parser(
-        "explain",
-        help="every stage of one call: variant, bindings, uniforms, dispatch, WGSL",
-        description="Prints what one call does, and why its variant was chosen. Without --device, "
-        "for the adapter of this machine; with it, no GPU is needed.",
-    )
-    operators = explain.add_subparsers(dest="operator", required=True, metavar="OPERATOR")
-
-    rotary = operators.add_parser(
-        "rotary_embedding",
-        help="RotaryEmbedding of ONNX opset 23",
-        epilog="example: python -m jax_webgpu explain rotary_embedding --x 1,32,1024,128 "
-        "--cos 1024,64 --position-ids --device apple-m",
-    )
-    rotary.add_argument("--x", type=_shape, required=True, metavar="SIZES", help="shape of x")
-    rotary.add_argument(
-        "--cos", type=_shape, required=True, metavar="SIZES", help="shape of cos_cache"
-    )
-    rotary.add_argument(
-        "--sin", type=_shape, metavar="SIZES", help="shape of sin_cache, by default that of --cos"
-    )
-    rotary.add_argument(
-        "--position-ids",
-        type=_shape,
-        nargs="?",
-        const=(),
-        metavar="SIZES",
-        help="with position_ids, by default of batch and sequence of x",
-    )
-    rotary.add_argument("--interleaved", action="store_true", help="rotate neighbours")
-    rotary.add_argument("--rotary-embedding-dim", type=int, default=0, metavar="N")
-    rotary.add_argument("--num-heads", type=int, metavar="N")
-    rotary.set_defaults(run=_explain, call=_rotary_embedding)
-
-    split = operators.add_parser(
-        "split",
-        help="Split of ONNX opset 18",
-        epilog="example: python -m jax_webgpu explain split --x 1024,3072 --axis -1 "
-        "--num-outputs 3 --device floor",
-    )
-    split.add_argument("--x", type=_shape, required=True, metavar="SIZES", help="shape of x")
-    split.add_argument("--axis", type=int, default=0, metavar="N")
-    split.add_argument("--split", type=_shape, metavar="SIZES", help="sizes of the parts")
-    split.add_argument("--num-outputs", type=int, metavar="N")
-    split.set_defaults(run=_explain, call=_split)
-
-    kernel = operators.add_parser(
-        "kernel",
-        help="a kernel folder, also written `explain FOLDER`",
-        epilog="example: python -m jax_webgpu explain examples/kernels/softmax x=float32:8,100 "
-        "axis=-1 --device floor",
-    )
-    _add_folder(kernel)
-    kernel.add_argument(
-        "values",
-        nargs="*",
-        metavar="NAME=VALUE",
-        help="an input as dtype:sizes (float32:8,100), or an attribute or argument in JSON",
-    )
-    kernel.add_argument(
-        "--output",
-        action="append",
-        default=[],
-        metavar="NAME[=SIZES]",
-        help="an output that is wanted, with its shape where the manifest gives none",
-    )
-    kernel.set_defaults(run=_explain, call=_kernel, dtype="", no_overlays=False)
-    for each in (rotary, split, kernel):
-        each.add_argument(
-            "--device", metavar="NAME", help=f"a device on paper: {', '.join(PRESETS)}"
-        )
-        each.add_argument(
-            "--workgroup-size", type=_positive, metavar="N", help="in place of the manifest's"
-        )
-    for each in (rotary, split):
-        each.add_argument("--dtype", default="float32", help="of the arrays; float32 by default")
-        each.add_argument(
-            "--no-overlays", action="store_true", help="the published manifest's variants alone"
-        )
+    _add_explain(commands)
 
     lint_ = commands.add_parser(
         "lint",
@@ -172,6 +94,98 @@ def _parser() -> argparse.ArgumentParser:
     check = commands.add_parser("check", help="a self-test of all variants on this adapter")
     check.set_defaults(run=_check)
     return parser
+
+
+def _add_explain(commands: Any) -> None:
+    explain = commands.add_parser(
+        "explain",
+        help="every stage of one call: variant, bindings, uniforms, dispatch, WGSL",
+        description="Prints what one call does, and why its variant was chosen. Without --device, "
+        "for the adapter of this machine; with it, no GPU is needed.",
+    )
+    operators = explain.add_subparsers(dest="operator", required=True, metavar="OPERATOR")
+    rotary, split = _add_rotary_embedding(operators), _add_split(operators)
+    for each in (rotary, split, _add_kernel(operators)):
+        each.add_argument(
+            "--device", metavar="NAME", help=f"a device on paper: {', '.join(PRESETS)}"
+        )
+        each.add_argument(
+            "--workgroup-size", type=_positive, metavar="N", help="in place of the manifest's"
+        )
+    for each in (rotary, split):
+        each.add_argument("--dtype", default="float32", help="of the arrays; float32 by default")
+        each.add_argument(
+            "--no-overlays", action="store_true", help="the published manifest's variants alone"
+        )
+
+
+def _add_rotary_embedding(operators: Any) -> argparse.ArgumentParser:
+    rotary: argparse.ArgumentParser = operators.add_parser(
+        "rotary_embedding",
+        help="RotaryEmbedding of ONNX opset 23",
+        epilog="example: python -m jax_webgpu explain rotary_embedding --x 1,32,1024,128 "
+        "--cos 1024,64 --position-ids --device apple-m",
+    )
+    rotary.add_argument("--x", type=_shape, required=True, metavar="SIZES", help="shape of x")
+    rotary.add_argument(
+        "--cos", type=_shape, required=True, metavar="SIZES", help="shape of cos_cache"
+    )
+    rotary.add_argument(
+        "--sin", type=_shape, metavar="SIZES", help="shape of sin_cache, by default that of --cos"
+    )
+    rotary.add_argument(
+        "--position-ids",
+        type=_shape,
+        nargs="?",
+        const=(),
+        metavar="SIZES",
+        help="with position_ids, by default of batch and sequence of x",
+    )
+    rotary.add_argument("--interleaved", action="store_true", help="rotate neighbours")
+    rotary.add_argument("--rotary-embedding-dim", type=int, default=0, metavar="N")
+    rotary.add_argument("--num-heads", type=int, metavar="N")
+    rotary.set_defaults(run=_explain, call=_rotary_embedding)
+    return rotary
+
+
+def _add_split(operators: Any) -> argparse.ArgumentParser:
+    split: argparse.ArgumentParser = operators.add_parser(
+        "split",
+        help="Split of ONNX opset 18",
+        epilog="example: python -m jax_webgpu explain split --x 1024,3072 --axis -1 "
+        "--num-outputs 3 --device floor",
+    )
+    split.add_argument("--x", type=_shape, required=True, metavar="SIZES", help="shape of x")
+    split.add_argument("--axis", type=int, default=0, metavar="N")
+    split.add_argument("--split", type=_shape, metavar="SIZES", help="sizes of the parts")
+    split.add_argument("--num-outputs", type=int, metavar="N")
+    split.set_defaults(run=_explain, call=_split)
+    return split
+
+
+def _add_kernel(operators: Any) -> argparse.ArgumentParser:
+    kernel: argparse.ArgumentParser = operators.add_parser(
+        "kernel",
+        help="a kernel folder, also written `explain FOLDER`",
+        epilog="example: python -m jax_webgpu explain examples/kernels/softmax x=float32:8,100 "
+        "axis=-1 --device floor",
+    )
+    _add_folder(kernel)
+    kernel.add_argument(
+        "values",
+        nargs="*",
+        metavar="NAME=VALUE",
+        help="an input as dtype:sizes (float32:8,100), or an attribute or argument in JSON",
+    )
+    kernel.add_argument(
+        "--output",
+        action="append",
+        default=[],
+        metavar="NAME[=SIZES]",
+        help="an output that is wanted, with its shape where the manifest gives none",
+    )
+    kernel.set_defaults(run=_explain, call=_kernel, dtype="", no_overlays=False)
+    return kernel
 
 
 def _add_folder(parser: argparse.ArgumentParser, nargs: str | None = None) -> None:
@@ -247,6 +261,8 @@ def _explain(options: argparse.Namespace) -> int:
         plans = jax_webgpu.explain(function, *arrays, device=options.device)
     asked = ", ".join(f"{array.dtype}{list(array.shape)}" for array in arrays)
     print(f"asked     {getattr(options, 'folder', options.operator)} of {asked}")
+    for whole in plans.pieces:
+        print(whole.describe())
     for plan in plans:
         print(plan.describe())
         names = variants.select(plan.resolved, plan.capabilities).scope
@@ -361,6 +377,8 @@ def _lint(options: argparse.Namespace) -> int:
         warnings |= dict.fromkeys(text for verdict in found for text in verdict.warnings)
         statuses = ", ".join(f"{verdict.device} {verdict.status}" for verdict in found)
         print(f"{variant}: {statuses}", flush=True)
+    if note := review.half_floats(spec, calls):
+        print(f"note: {note}")
     for warning in warnings:
         print(f"warning: {warning}")
     count = len(findings) - len(wrong) + len(warnings)

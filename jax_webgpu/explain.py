@@ -1,7 +1,7 @@
 """`explain`: what the operators in a JAX function would do on a device, as text; nothing is run."""
 
 import functools
-import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,12 +12,13 @@ import numpy as np
 from jax_webgpu import device as devices
 from jax_webgpu import group, primitive
 from jax_webgpu.capabilities import PRESETS, Capabilities
-from jax_webgpu.errors import CallError
+from jax_webgpu.errors import CallError, LimitError
 from jax_webgpu.fuse import group_of, is_group
-from jax_webgpu.group import Group, Linked, Operation
+from jax_webgpu.group import Group, Linked, Operation, bytes_of
 from jax_webgpu.plan import Plan
 from jax_webgpu.primitive import Call, Registered
-from jax_webgpu.resolve import Tensor
+from jax_webgpu.resolve import Resolved, Tensor
+from jax_webgpu.runtime import Operator
 
 
 def explain(f: Callable[..., Any], *args: Any, device: str | None = None, **kwargs: Any) -> "Plans":
@@ -35,11 +36,13 @@ def explain(f: Callable[..., Any], *args: Any, device: str | None = None, **kwar
 
     Returns:
       A tuple of plans in the order of the program, which prints as text. Of each, `variant` is
-      the variant that was chosen. Its `groups` are those of fused functions.
+      the variant that was chosen. Its `groups` are those of fused functions. A call whose arrays
+      the device cannot bind whole has a plan for each kind of piece that it is cut into; its
+      `pieces` say how many there are.
 
     Raises:
       ValueError: `device` is unknown.
-      LimitError: an array is larger than the device binds at once; such a call runs in pieces.
+      LimitError: a call needs more than the device's limits, and cannot be cut into pieces.
       DeviceError: the device cannot run one of the calls.
     """
     capabilities = on_device(device)
@@ -66,22 +69,89 @@ class Plans(tuple[Plan, ...]):
 
     Attributes:
       groups: those of fused functions; the plans of what runs in them are among the plans.
+      pieces: the calls that run in pieces, but for those in groups; likewise.
     """
 
     groups: "tuple[Grouped, ...]"
+    pieces: "tuple[Pieces, ...]"
 
-    def __new__(cls, found: "Sequence[Plan | Grouped]") -> "Plans":
-        """Of plans and groups in the program's order."""
-        groups = tuple(each for each in found if isinstance(each, Grouped))
-        plans = [
-            plan for each in found for plan in (each.plans if isinstance(each, Grouped) else [each])
-        ]
-        made = super().__new__(cls, plans)
-        made.groups = groups
+    def __new__(cls, found: "Sequence[Plan | Pieces | Grouped]") -> "Plans":
+        """Of plans, calls in pieces and groups in the program's order."""
+        made = super().__new__(
+            cls,
+            [plan for each in found for plan in ([each] if isinstance(each, Plan) else each.plans)],
+        )
+        made.groups = tuple(each for each in found if isinstance(each, Grouped))
+        made.pieces = tuple(each for each in found if isinstance(each, Pieces))
         return made
 
     def __str__(self) -> str:
-        return "\n\n".join(each.describe() for each in (*self.groups, *self))
+        return "\n\n".join(each.describe() for each in (*self.groups, *self.pieces, *self))
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """A call that runs in pieces, because the device cannot bind its arrays whole.
+
+    Attributes:
+      resolved: the whole call.
+      capabilities: the device's.
+      plans: of the pieces, equal ones once.
+      counts: how many pieces each plan is of.
+    """
+
+    resolved: Resolved
+    capabilities: Capabilities
+    plans: tuple[Plan, ...]
+    counts: tuple[int, ...]
+
+    def describe(self) -> str:
+        """The pieces as text for a person."""
+        most = self.capabilities.most_bound
+        lines = [
+            f"call      {self.resolved}",
+            f"device    {self.capabilities.name}",
+            f"pieces    {sum(self.counts)}, of arrays of at most {most:,} bytes",
+        ]
+        for plan, count in zip(self.plans, self.counts, strict=True):
+            lines.append(f"  {count} × {plan.resolved}")
+        return "\n".join(lines)
+
+
+def _planned(operator: Operator, resolved: Resolved, capabilities: Capabilities) -> Plan | Pieces:
+    """The plan of a call, or those of the pieces that the host cuts it into."""
+    found = Counter[Plan]()
+    for piece in _cut(operator, resolved, capabilities):
+        found[operator.plan(piece, capabilities)] += 1
+        whole = piece is resolved
+    if whole:
+        return next(iter(found))
+    return Pieces(resolved, capabilities, tuple(found), tuple(found.values()))
+
+
+def _cut(operator: Operator, resolved: Resolved, capabilities: Capabilities) -> Iterator[Resolved]:
+    """The calls that a call is run as: as `runtime` cuts it, of arrays that take no memory."""
+    try:
+        operator.plan(resolved, capabilities)
+    except LimitError:
+        if operator.pieces is None:
+            raise
+        outputs = operator.parts(resolved) if operator.parts else [t for _, t in resolved.outputs]
+        arrays = [_hollow(tensor) for _, tensor in resolved.inputs]
+        targets = [_hollow(tensor) for tensor in outputs]
+        for piece, *_ in operator.pieces(resolved, arrays, targets, capabilities.most_bound):
+            if piece == resolved:
+                raise
+            yield from _cut(operator, piece, capabilities)
+    else:
+        yield resolved
+
+
+def _hollow(tensor: Tensor) -> np.ndarray:
+    """An array of this shape without bytes; of whole numbers one zero, which may be an index."""
+    if np.dtype(tensor.dtype).kind in "iu":
+        return np.broadcast_to(np.int8(0), tensor.shape)
+    return np.empty(tensor.shape, "V0")
 
 
 @dataclass(frozen=True)
@@ -97,10 +167,11 @@ class Grouped:
     def plans(self) -> list[Plan]:
         """Of the operators that the device runs."""
         if self.linked is None:
-            return [
-                step.operator.plan(step.resolved, self.capabilities)
+            found = [
+                _planned(step.operator, step.resolved, self.capabilities)
                 for step in self.group.operations
             ]
+            return [*Plans(found)]
         return [call.plan for call in self.linked.calls if isinstance(call.plan, Plan)]
 
     @property
@@ -108,7 +179,7 @@ class Grouped:
         """What would cross if each operator crossed on its own."""
         tensors = self.group.tensors
         return sum(
-            _bytes(tensors[number])
+            bytes_of(tensors[number])
             for step in self.group.operations
             for number in (*step.operands, *step.results)
         )
@@ -120,15 +191,11 @@ class Grouped:
             return self.bytes_alone
         tensors = self.group.tensors
         crossing = (*(number for number, _ in self.linked.uploads), *self.linked.downloads)
-        return sum(_bytes(tensors[number]) for number in crossing)
+        return sum(bytes_of(tensors[number]) for number in crossing)
 
     def describe(self) -> str:
         """The group as text for a person."""
         return "\n".join(_lines(self))
-
-
-def _bytes(tensor: Tensor) -> int:
-    return int(math.prod(tensor.shape) * np.dtype(tensor.dtype).itemsize)
 
 
 def _lines(grouped: Grouped) -> Iterator[str]:
@@ -192,7 +259,7 @@ def _lives(linked: Linked, buffer: int) -> list[int]:
     return list(found)
 
 
-def _found(jaxpr: Any, capabilities: Capabilities) -> Iterator[Plan | Grouped]:
+def _found(jaxpr: Any, capabilities: Capabilities) -> Iterator[Plan | Pieces | Grouped]:
     """What there is in a jaxpr and in those inside it, in the program's order."""
     for equation in jaxpr.eqns:
         if is_group(equation):
@@ -203,7 +270,7 @@ def _found(jaxpr: Any, capabilities: Capabilities) -> Iterator[Plan | Grouped]:
         if registered is not None:
             call = equation.params["call"]
             call, tensors = _narrowed(registered, call, primitive.own(call, equation.invars))
-            yield registered.operator.plan(registered.resolve(call, tensors), capabilities)
+            yield _planned(registered.operator, registered.resolve(call, tensors), capabilities)
         for parameter in equation.params.values():
             for inner in parameter if isinstance(parameter, list | tuple) else [parameter]:
                 inner = getattr(inner, "jaxpr", inner)

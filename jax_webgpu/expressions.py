@@ -202,6 +202,7 @@ def _join(value: Any, separator: Any = "") -> str:
 
 
 _NO_KEYWORDS: dict[str, Any] = {}
+_HELPERS = frozenset(HELPERS.values())
 
 # With the number of arguments that each takes at most.
 _FILTERS: dict[str, tuple[Callable[..., Any], int]] = {
@@ -210,6 +211,12 @@ _FILTERS: dict[str, tuple[Callable[..., Any], int]] = {
     "int": (_int, 0),
     "join": (_join, 1),
 }
+
+
+def _told(error: ExpressionError, node: nodes.Node) -> ExpressionError:
+    """The error with the part of the expression that it is about."""
+    text = source(node)
+    return ExpressionError(f"{error} in `{text if len(text) <= 80 else text[:77] + '...'}`")
 
 
 @functools.cache
@@ -294,20 +301,31 @@ class Compiler:
             container = of(scope)
             if isinstance(container, dict):
                 return container.get(key, UNDEFINED)
-            return lookup(container, key)
+            try:
+                return lookup(container, key)
+            except ExpressionError as error:
+                raise _told(error, node) from None
 
         return member
 
     def _getitem(self, node: nodes.Getitem) -> Evaluator:
         if isinstance(node.arg, nodes.Slice):
-            return self._cut(node.node, node.arg)
+            return self._cut(node, node.arg)
         if isinstance(node.arg, nodes.Const) and isinstance(node.arg.value, str):
             return self._getattr(nodes.Getattr(node.node, node.arg.value, "load"))
         of, key = self.compile(node.node), self.compile(node.arg)
-        return lambda scope: values.lookup(of(scope), key(scope))
 
-    def _cut(self, node: nodes.Expr, bounds: nodes.Slice) -> Evaluator:
-        of = self.compile(node)
+        def item(scope: Scope) -> Any:
+            container, index = of(scope), key(scope)
+            try:
+                return values.lookup(container, index)
+            except ExpressionError as error:
+                raise _told(error, node) from None
+
+        return item
+
+    def _cut(self, node: nodes.Getitem, bounds: nodes.Slice) -> Evaluator:
+        of = self.compile(node.node)
         parts = [
             None if part is None else self.compile(part)
             for part in (bounds.start, bounds.stop, bounds.step)
@@ -315,14 +333,17 @@ class Compiler:
 
         def cut(scope: Scope) -> Any:
             value = of(scope)
-            start, stop, step = (
-                None if part is None else values.need_integer(part(scope), "a slice")
-                for part in parts
-            )
-            if step == 0:
-                raise ExpressionError("a slice cannot have the step 0")
-            if not isinstance(value, str):
-                value = list(values.need_list(value, "a slice"))
+            given = [None if part is None else part(scope) for part in parts]
+            try:
+                start, stop, step = (
+                    None if each is None else values.need_integer(each, "a slice") for each in given
+                )
+                if step == 0:
+                    raise ExpressionError("a slice cannot have the step 0")
+                if not isinstance(value, str):
+                    value = list(values.need_list(value, "a slice"))
+            except ExpressionError as error:
+                raise _told(error, node) from None
             spend(scope, value)
             return value[start:stop:step]
 
@@ -345,6 +366,10 @@ class Compiler:
                 result = callee(*given, **named)
             except TypeError as error:
                 raise ExpressionError(f"{source(node.node)}: {error}") from None
+            except ExpressionError as error:
+                if callee not in _HELPERS:
+                    raise  # a macro's, which says in which line of it
+                raise _told(error, node) from None
             spend(scope, result, *given)
             return result
 
@@ -362,8 +387,11 @@ class Compiler:
         arguments = [self.compile(argument) for argument in node.args]
 
         def filtered(scope: Scope) -> Any:
-            value = of(scope)
-            result = function(value, *[argument(scope) for argument in arguments])
+            value, given = of(scope), [argument(scope) for argument in arguments]
+            try:
+                result = function(value, *given)
+            except ExpressionError as error:
+                raise _told(error, node) from None
             spend(scope, value, result)
             return result
 
@@ -427,7 +455,10 @@ class Compiler:
                     return bool(whole(left, right))
                 if left.__class__ is str or right.__class__ is str:
                     spend(scope, left, right)
-                return compare(left, right)
+                try:
+                    return compare(left, right)
+                except ExpressionError as error:
+                    raise _told(error, node) from None
 
             return once
 
@@ -436,8 +467,11 @@ class Compiler:
             for holds, operand in steps:
                 right = operand(scope)
                 spend(scope, left, right)
-                if not holds(left, right):
-                    return False
+                try:
+                    if not holds(left, right):
+                        return False
+                except ExpressionError as error:
+                    raise _told(error, node) from None
                 left = right
             return True
 
@@ -446,8 +480,17 @@ class Compiler:
     def _arithmetic(self, node: nodes.BinExpr) -> Evaluator:
         operate, whole = _ARITHMETIC[type(node)], _WHOLE.get(type(node))
         left, right = self.compile(node.left), self.compile(node.right)
-        if whole is None:
-            return lambda scope: operate(left(scope), right(scope))
+
+        if whole is None:  # division, whose result is a number
+
+            def divide(scope: Scope) -> Any:
+                a, b = left(scope), right(scope)
+                try:
+                    return operate(a, b)
+                except ExpressionError as error:
+                    raise _told(error, node) from None
+
+            return divide
 
         def calculate(scope: Scope) -> Any:
             a, b = left(scope), right(scope)
@@ -455,7 +498,10 @@ class Compiler:
                 result = whole(a, b)
                 if -EXACT <= result <= EXACT:
                     return result
-            result = operate(a, b)
+            try:
+                result = operate(a, b)
+            except ExpressionError as error:
+                raise _told(error, node) from None
             spend(scope, result)
             return result
 
@@ -463,19 +509,29 @@ class Compiler:
 
     _add = _sub = _mul = _div = _mod = _arithmetic
 
-    def _neg(self, node: nodes.Neg) -> Evaluator:
-        of = self.compile(node.node)
-        return lambda scope: -values.need_number(of(scope), "-")
+    def _sign(self, node: nodes.Neg | nodes.Pos) -> Evaluator:
+        of, sign = self.compile(node.node), -1 if isinstance(node, nodes.Neg) else 1
 
-    def _pos(self, node: nodes.Pos) -> Evaluator:
-        of = self.compile(node.node)
-        return lambda scope: values.need_number(of(scope), "+")
+        def signed(scope: Scope) -> int | float:
+            value = of(scope)
+            try:
+                return sign * values.need_number(value, "-" if sign < 0 else "+")
+            except ExpressionError as error:
+                raise _told(error, node) from None
+
+        return signed
+
+    _neg = _pos = _sign
 
     def _concat(self, node: nodes.Concat) -> Evaluator:
         parts = [self.compile(part) for part in node.nodes]
 
         def concatenate(scope: Scope) -> str:
-            result = values.concatenated([part(scope) for part in parts])
+            given = [part(scope) for part in parts]
+            try:
+                result = values.concatenated(given)
+            except ExpressionError as error:
+                raise _told(error, node) from None
             spend(scope, result)
             return result
 

@@ -33,6 +33,7 @@ from typing import Any
 from jax_webgpu import files
 from jax_webgpu.errors import SpecError
 
+MANIFEST = "manifest.json"
 METADATA = "metadata.json"
 KEYS = ("digest", "digests", "sha256", "files")
 

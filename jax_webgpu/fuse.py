@@ -600,8 +600,7 @@ def _build(jaxpr: Any, arrays: Sequence[Any]) -> tuple[Group, list[Any]]:
 def _cross(on_cpu: bool, *arrays: Any, jaxpr: Any, call: Call) -> Sequence[Any]:
     group, operands = _build(jaxpr, arrays)
     for step in group.operations:
-        if step.operator.early is not None:
-            primitive.check_early(step.operator, step.static, step.resolved)
+        primitive.check_early(step.operator, step.static, step.resolved)
     results = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in jaxpr.out_avals]
     return primitive.cross(call, on_cpu, Runner(group), results, *operands)
 

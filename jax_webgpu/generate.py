@@ -17,7 +17,7 @@ import numpy as np
 
 from jax_webgpu import dtypes
 from jax_webgpu.capabilities import Capabilities
-from jax_webgpu.plan import Bound, Buffer, PassPlan
+from jax_webgpu.plan import Bound, Buffer, PassPlan, declarations, folded
 from jax_webgpu.resolve import DISPATCH_FOLD_WIDTH, Tensor
 
 # Sizes of the dtypes that a kernel can read and write. The others have no arithmetic here.
@@ -562,13 +562,8 @@ var word = element(2u * at);
         )
         for buffer in (*inputs, output)
     )
-    declared = "\n".join(
-        f"@group(0) @binding({at}) var<storage, {'read_write' if each.name == 'y' else 'read'}> "
-        f"{each.name}: {each.type};"
-        for at, each in enumerate(bindings)
-    )
     wgsl = f"""\
-{declared}
+{declarations(bindings)}
 {functions}
 fn element(i: u32) -> u32 {{
 {body}
@@ -582,10 +577,8 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_index
   {store}
 }}
 """
-    groups = -(-words // _WORKGROUP)
-    workgroups = min(groups, DISPATCH_FOLD_WIDTH), -(-groups // DISPATCH_FOLD_WIDTH), 1
     label = f"generated.{step.name}"
-    dispatch = PassPlan(label, wgsl, bindings, workgroups)
+    dispatch = PassPlan(label, wgsl, bindings, folded(-(-words // _WORKGROUP)))
     return Kernel(
         label, inputs, (output,), (dispatch,), tuple(writer.read), step.result, capabilities
     )

@@ -183,7 +183,7 @@ def _targets(
     rows, start = math.prod(group.tensors[home].shape[:axis]), 0
     matrix = raw.reshape(rows, -1)
     for part in step.arrays:
-        width = _bytes(group.tensors[part]) // rows
+        width = bytes_of(group.tensors[part]) // rows
         yield group.homes[part], matrix[:, start : start + width]
         start += width
 
@@ -201,18 +201,12 @@ def link(group: Group, capabilities: Capabilities) -> Linked | None:
     views = [
         step
         for step in steps
-        if isinstance(step, Operation)
-        and step.operator.views is not None
-        and homes[step.operands[0]] in inputs
-        and readers[homes[step.operands[0]]] == 1
+        if isinstance(step, Operation) and _is_view(step, homes, inputs, readers)
     ]
     joined = {
         step.result: step
         for step in steps
-        if isinstance(step, Step)
-        and step.name == "concatenate"
-        and step.result in outputs
-        and not readers[step.result]
+        if isinstance(step, Step) and _is_joined(step, outputs, readers)
     }
     on_host = inputs.union(*(view.results for view in views))
     steps = [
@@ -267,6 +261,19 @@ def link(group: Group, capabilities: Capabilities) -> Linked | None:
     )
 
 
+def _is_view(
+    step: Operation, homes: Sequence[int], inputs: set[int], readers: Mapping[int, int]
+) -> bool:
+    """Whether a step only cuts an array that comes from the host, which nothing else reads."""
+    source = homes[step.operands[0]]
+    return step.operator.views is not None and source in inputs and readers[source] == 1
+
+
+def _is_joined(step: Step, outputs: set[int], readers: Mapping[int, int]) -> bool:
+    """Whether a step only puts an array together that leaves for the host."""
+    return step.name == "concatenate" and step.result in outputs and not readers[step.result]
+
+
 def _planned(
     step: Operation,
     tensors: Sequence[Tensor],
@@ -291,17 +298,18 @@ def _planned(
 
 def _as_it_is(tensor: Tensor, port: Buffer) -> bool:
     """Whether a port takes the bytes of an array that JAX has."""
-    return _bytes(tensor) == port.dtype.bytes * math.prod(port.tensor.shape)
+    return bytes_of(tensor) == port.dtype.bytes * math.prod(port.tensor.shape)
 
 
-def _bytes(tensor: Tensor) -> int:
+def bytes_of(tensor: Tensor) -> int:
+    """The bytes of an array as JAX has it."""
     return int(math.prod(tensor.shape) * np.dtype(tensor.dtype).itemsize)
 
 
 def _bindable(kernel: generate.Kernel, capabilities: Capabilities) -> bool:
-    limits = ("maxStorageBufferBindingSize", "maxBufferSize")
-    most = min(capabilities.limit(name) for name in limits)
-    return all(buffer.size <= most for buffer in (*kernel.inputs, *kernel.outputs))
+    return all(
+        buffer.size <= capabilities.most_bound for buffer in (*kernel.inputs, *kernel.outputs)
+    )
 
 
 def _shown(group: Group, arrays: dict[int, np.ndarray], number: int) -> np.ndarray:

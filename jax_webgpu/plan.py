@@ -7,7 +7,7 @@ the device it is made for. A plan can be printed and tested on a machine without
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
 from jax_webgpu import dtypes, uniforms, variants, wgsl
@@ -162,14 +162,51 @@ def forget() -> None:
     _made.cache_clear()
 
 
-def fitted(resolved: Resolved, capabilities: Capabilities) -> Resolved:
-    """A call whose WORKGROUP_SIZE, where it is not set, is no larger than the device can run."""
-    default = resolved.spec.tunables.get("WORKGROUP_SIZE")
-    if not isinstance(default, int) or "WORKGROUP_SIZE" in dict(resolved.tunables):
-        return resolved
+def fitted(
+    resolved: Resolved, capabilities: Capabilities, better: Mapping[str, Any] | None = None
+) -> Resolved:
+    """A call with tunables for a device, as far as it does not set them itself.
+
+    WORKGROUP_SIZE is no larger than the device can run.
+
+    Args:
+      resolved: the call.
+      capabilities: the device's.
+      better: values for it in place of the manifest's defaults, where the manifest has any.
+    """
+    own, set_ = resolved.spec.tunables, dict(resolved.tunables)
+    chosen = {n: v for n, v in (better or {}).items() if n in own and n not in set_}
+    size = chosen.get("WORKGROUP_SIZE", own.get("WORKGROUP_SIZE"))
+    _, most = largest_workgroup(capabilities)
+    if isinstance(size, int) and size > most and "WORKGROUP_SIZE" not in set_:
+        chosen["WORKGROUP_SIZE"] = most
+    return resolved.with_tunables(**chosen) if chosen else resolved
+
+
+def check_workgroup_size(resolved: Resolved, capabilities: Capabilities) -> None:
+    """Raises `LimitError` where a call sets a WORKGROUP_SIZE that the device cannot run."""
+    size = dict(resolved.tunables).get("WORKGROUP_SIZE")
+    if isinstance(size, int):
+        limit, _ = largest_workgroup(capabilities)
+        _check(capabilities, f"{resolved.spec.name}: WORKGROUP_SIZE is", size, limit)
+
+
+def is_refused_for_tunables(resolved: Resolved, make: Callable[[Resolved], Plan]) -> bool:
+    """Whether a call that `make` refuses would be planned without the tunables that it sets."""
+    if not resolved.tunables:
+        return False
+    try:
+        make(replace(resolved, tunables=()))
+    except (CallError, DeviceError):
+        return False
+    return True
+
+
+def largest_workgroup(capabilities: Capabilities) -> tuple[str, int]:
+    """The most invocations in a row that a workgroup may have, and the limit that says so."""
     limits = ("maxComputeInvocationsPerWorkgroup", "maxComputeWorkgroupSizeX")
-    most = min(map(capabilities.limit, limits))
-    return resolved if default <= most else resolved.with_tunables(WORKGROUP_SIZE=most)
+    name = min(limits, key=capabilities.limit)
+    return name, capabilities.limit(name)
 
 
 def anew(resolved: Resolved, capabilities: Capabilities, *, strict: bool = False) -> Plan:
@@ -507,12 +544,18 @@ class _Step:
         text, code = render(
             self.template, bindings, self.names, planner.capabilities, strict=planner.strict
         )
-        declared = wgsl.workgroup_size(code)
+        self._check_workgroup(wgsl.workgroup_size(code))
+        return text
+
+    def _check_workgroup(self, declared: Sequence[int]) -> None:
+        """The size that the WGSL declares, by the tunable's name where the caller set that."""
+        invocations = math.prod(declared)
+        _, most = largest_workgroup(self.planner.capabilities)
+        if invocations > most:
+            check_workgroup_size(self.planner.resolved, self.planner.capabilities)
         for axis, size in zip("XYZ", declared, strict=False):
             self._check("workgroup size", size, f"maxComputeWorkgroupSize{axis}")
-        invocations = math.prod(declared)
         self._check("invocations a workgroup:", invocations, "maxComputeInvocationsPerWorkgroup")
-        return text
 
     def _check(self, what: str, need: int, *limits: str) -> None:
         _check(self.planner.capabilities, f"{self.label}: {what}", need, *limits)
@@ -575,6 +618,11 @@ def _workgroups(dispatch: Dispatch, names: Mapping[str, Any]) -> tuple[int, int,
         threads = evaluate(dispatch.threads, names)
         size = _whole(evaluate(dispatch.workgroup_size, names), "dispatch.workgroupSize")
         groups = _whole(ceil_div(threads, size), "dispatch.threads / workgroupSize")
+    return folded(groups)
+
+
+def folded(groups: int) -> tuple[int, int, int]:
+    """Counts in x and y of at least so many workgroups, of which x alone has too few places."""
     return min(groups, DISPATCH_FOLD_WIDTH), -(-groups // DISPATCH_FOLD_WIDTH), 1
 
 

@@ -19,9 +19,9 @@ from jax.interpreters import ad, batching, mlir, xla
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_webgpu import config, device, variants
+from jax_webgpu import config, device, plan, variants
 from jax_webgpu.capabilities import IDEAL
-from jax_webgpu.errors import CallError, DeviceError, ShaderError
+from jax_webgpu.errors import CallError, DeviceError, LimitError, ShaderError
 from jax_webgpu.resolve import Pairs, Resolved, Tensor
 from jax_webgpu.runtime import Dispatcher, Operator
 
@@ -347,8 +347,8 @@ def _cross(registered: Registered, on_cpu: bool, *arrays: Any, call: Call) -> Se
 def check_early(operator: Operator, static: Pairs, resolved: Resolved) -> None:
     """Raises what is the caller's mistake: raised in a callback, it comes inside an error of JAX's.
 
-    So is WGSL that no device takes. What is the device's, or that there is none, is told when the
-    call runs.
+    So is WGSL that no device takes, and a tunable that this one could do without. What is the
+    device's, or that there is none, is told when the call runs.
     """
     try:
         operator.plan(resolved, device.get().capabilities).check_written()
@@ -356,6 +356,10 @@ def check_early(operator: Operator, static: Pairs, resolved: Resolved) -> None:
             operator.early(static, resolved)
     except ShaderError:
         raise
+    except LimitError:
+        capabilities = device.get().capabilities
+        if plan.is_refused_for_tunables(resolved, lambda call: operator.plan(call, capabilities)):
+            raise
     except DeviceError:
         pass
 

@@ -12,6 +12,8 @@ from jax_webgpu.plan import Plan
 from jax_webgpu.resolve import Resolved, extend, scope
 from jax_webgpu.spec import Spec
 
+F16 = "shader-f16"
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -24,7 +26,7 @@ class Verdict:
         something; or ``fails``. The worst of its calls', but refused where all are.
       details: why, in words, of each call that fails or is refused.
       warnings: of a template that prints something undefined, or declares another workgroup size
-        than its dispatch counts with.
+        than its dispatch counts with; and of a test's tunables that alone are too much.
     """
 
     variant: str
@@ -90,6 +92,39 @@ def review(found: Mapping[str, Sequence[Resolved]]) -> Iterator[Verdict]:
             yield _worst(verdicts)
 
 
+def half_floats(spec: Spec, found: Mapping[str, Sequence[Resolved]]) -> str | None:
+    """Which dtypes run only on devices with the feature shader-f16; None where all run on others.
+
+    Args:
+      spec: the manifest.
+      found: its calls, as `calls` gives them.
+    """
+    without = [each.held_to(each.features - {F16}, {}) for each in PRESETS.values()]
+    runs = dict[str, bool]()
+    """Of a dtype that some device takes, whether one without the feature does."""
+    for call in {replace(call, spec=spec): None for given in found.values() for call in given}:
+        if any(_runs(each, call) for each in PRESETS.values()):
+            apart = any(_runs(each, call) for each in without)
+            for variable, dtype in call.logical:
+                told = f"{variable} as {dtype}"
+                runs[told] = runs.get(told, False) or apart
+    if all(runs.values()):
+        return None
+    needing = ", ".join(name for name, apart in runs.items() if not apart)
+    others = ", ".join(name for name, apart in runs.items() if apart) or "nothing"
+    lacking = " and ".join(each.name for each in PRESETS.values() if not each.has(F16))
+    return f"only with the feature {F16}, which {lacking} lack: {needing}; without it too: {others}"
+
+
+def _runs(capabilities: Capabilities, call: Resolved) -> bool:
+    """Whether a device takes a call, and has the f16 that its WGSL may ask for."""
+    try:
+        passes = plan.make(plan.fitted(call, capabilities), capabilities).passes
+    except JaxWebGPUError:
+        return False
+    return capabilities.has(F16) or not any(wgsl.enables_f16(wgsl.code(p.wgsl)) for p in passes)
+
+
 def _worst(verdicts: Sequence[Verdict]) -> Verdict:
     """The verdicts of several calls as one: a device may lack what only some of them need."""
     order = ("fails", "compiles", "renders", "refused")
@@ -110,21 +145,26 @@ def _verdict(
     strict: bool,
 ) -> Verdict:
     name, status = capabilities.name, "renders" if gpu is None else "compiles"
+
+    def make(call: Resolved, strict: bool = False) -> Plan:
+        return plan.anew(plan.fitted(call, capabilities), capabilities, strict=strict)
+
     try:
-        call = plan.fitted(call, capabilities)
-        planned = plan.anew(call, capabilities)
+        planned = make(call)
         if gpu is not None:
             runtime.compile_(planned, gpu)
     except ShaderError as error:
         return Verdict(variant, name, "fails", (str(error),))
     except DeviceError as error:
-        return Verdict(variant, name, "refused", (str(error).splitlines()[-1].strip(),))
+        reason = str(error).splitlines()[-1].strip()
+        told = (reason,) if plan.is_refused_for_tunables(call, make) else ()
+        return Verdict(variant, name, "refused", (reason,), told)
     except JaxWebGPUError as error:
         return Verdict(variant, name, "fails", (str(error),))
     if not strict:
         return Verdict(variant, name, status)
     try:
-        warnings = tuple(_mismatches(plan.anew(call, capabilities, strict=True)))
+        warnings = tuple(_mismatches(make(call, strict=True)))
     except JaxWebGPUError as error:
         if any(lint.is_certain(each, str(error)) for each in call.spec.templates.values()):
             return Verdict(variant, name, "fails", (str(error),))

@@ -436,7 +436,10 @@ def sizes(value: Value, scope: expressions.Scope, name: str) -> tuple[int, ...]:
         raise ExpressionError(f"the shape of {name}: {error}") from None
     shape = [whole(size) for size in found] if is_sequence(found) else [None]
     if any(size is None or size < 0 for size in shape):
-        raise ExpressionError(f"the shape of {name} comes out as {show(found)}")
+        raise ExpressionError(
+            f"the shape of {name} comes out as {show(found)}; expected a list of whole numbers, 0 "
+            "or more"
+        )
     known = tuple(size for size in shape if size is not None)
     if len(known) > MAX_RANK:
         raise ExpressionError(f"the shape of {name} has {len(known):,} axes; at most {MAX_RANK}")

@@ -22,7 +22,8 @@ from jax_webgpu import device, document, dtypes, plan, runtime, spec, variants
 from jax_webgpu.capabilities import IDEAL
 from jax_webgpu.document import Node
 from jax_webgpu.errors import CallError, DeviceError, JaxWebGPUError
-from jax_webgpu.folder import Folder
+from jax_webgpu.folder import MANIFEST, Folder
+from jax_webgpu.plan import Plan
 from jax_webgpu.resolve import Resolved, Tensor, resolve
 from jax_webgpu.spec import Spec
 from jax_webgpu.values import is_number
@@ -116,8 +117,7 @@ def run(files: Folder) -> Iterator[Result]:
       SpecError: manifest or tests are not in the format; before the first case runs.
       AdapterError: there is no device.
     """
-    manifest = files.read_bytes("manifest.json")
-    operator = spec.loads(manifest, files.path / "manifest.json", files.read_bytes)
+    operator = spec.loads(files.read_bytes(MANIFEST), files.path / MANIFEST, files.read_bytes)
     cases = read(files)
     return (attempt(operator, case) for case in cases)
 
@@ -146,18 +146,18 @@ def attempt(operator: Spec, case: Case) -> Result:
     except CallError as error:
         return Result(case.name, Status.FAILED, str(error))
     try:
-        variant = plan.make(plan.fitted(call, capabilities), capabilities).variant
+        planned = plan.make(plan.fitted(call, capabilities), capabilities)
     except CallError as error:
         return Result(case.name, Status.FAILED, str(error))
     except DeviceError as error:
         status = Status.FAILED if _is_refused_everywhere(call) else Status.REFUSED
         return Result(case.name, status, str(error))
-    problem = _problem(operator, case, call)
+    problem = _problem(operator, case, planned)
     if problem:
-        return Result(case.name, Status.FAILED, problem, variant)
+        return Result(case.name, Status.FAILED, problem, planned.variant)
     untold = [name for name, array in case.outputs.items() if array.values is None]
     detail = f"the case gives no values of {', '.join(untold)}" if untold else ""
-    return Result(case.name, Status.PASSED, detail, variant)
+    return Result(case.name, Status.PASSED, detail, planned.variant)
 
 
 def _resolved(operator: Spec, case: Case) -> Resolved:
@@ -186,14 +186,16 @@ def _is_refused_everywhere(call: Resolved) -> bool:
     return False
 
 
-def _problem(operator: Spec, case: Case, call: Resolved) -> str | None:
-    """What is wrong with the outputs of a call, the first thing alone."""
+def _problem(operator: Spec, case: Case, planned: Plan) -> str | None:
+    """What is wrong with the WGSL or the outputs of a call, the first thing alone."""
+    call = planned.resolved
     for name, tensor in call.outputs:
         if tensor != case.outputs[name].tensor:
             return f"{name} is {tensor}, expected {case.outputs[name].tensor}"
     arrays = [case.inputs[name].values for name, _ in call.inputs]
-    runner = runtime.Operator(repr(operator), operator, fit=plan.fitted)
+    runner = runtime.Operator(repr(operator), operator)
     try:
+        runtime.compile_(planned, device.get())  # which tells the line of what is refused
         results = runtime.run(runner, call, [array for array in arrays if array is not None])
     except (JaxWebGPUError, ValueError) as error:
         return str(error)

@@ -18,7 +18,7 @@ import numpy as np
 
 from jax_webgpu import device
 from jax_webgpu.errors import CallError
-from jax_webgpu.plan import Plan
+from jax_webgpu.plan import Plan, largest_workgroup
 from jax_webgpu.program import alone
 from jax_webgpu.resolve import Resolved, Tensor, resolve
 from jax_webgpu.runtime import Operator
@@ -106,8 +106,7 @@ def trials(operators: Mapping[str, Operator], mebibytes: float) -> Iterator[Tria
       mebibytes: of the array that is rotated or split.
     """
     gpu = device.get()
-    limits = ("maxComputeInvocationsPerWorkgroup", "maxComputeWorkgroupSizeX")
-    largest = min(gpu.capabilities.limit(name) for name in limits)
+    _, largest = largest_workgroup(gpu.capabilities)
     for name, operator in operators.items():
         for dtype in ("float32", "float16") if name == "RotaryEmbedding" else ("uint32",):
             if not gpu.capabilities.f16_ok(dtype):

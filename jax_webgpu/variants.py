@@ -15,7 +15,7 @@ from jax_webgpu.errors import CallError, DeviceError, ExpressionError
 from jax_webgpu.expressions import Expression
 from jax_webgpu.resolve import Resolved, extend, scope
 from jax_webgpu.spec import Requires, Spec, Variant
-from jax_webgpu.values import truthy
+from jax_webgpu.values import show, truthy
 
 
 @dataclass(frozen=True)
@@ -235,12 +235,20 @@ class _Failure:
     conjunct: Expression
     error: str = ""
     """Why it has no value, if it has none."""
+    came: str = ""
+    """Its value, where that is no boolean and must be true itself."""
     via: tuple[str, ...] = ()
     """The derived values that lead to it."""
 
     def told(self, names: dict[str, Any]) -> str:
-        text = f"`{self.conjunct.text}`: {self.error}" if self.error else ""
-        return ": ".join([*self.via, text or self.conjunct.explain(names)])
+        clause = f"`{self.conjunct.text}`"
+        if self.error:
+            text = f"{clause}: {self.error.removesuffix(f' in {clause}')}"
+        else:
+            text = self.conjunct.explain(names)
+        if self.came:
+            text += f"; `when` expects true or false, got {self.came}"
+        return ": ".join([*self.via, text])
 
 
 def _failing(
@@ -265,7 +273,8 @@ def _failing(
         name = conjunct.name
         inside = derive.get(name) if name else None
         if not name or not isinstance(inside, Expression):
-            yield _Failure(conjunct)
+            is_wrong = strict and not isinstance(value, bool)
+            yield _Failure(conjunct, came=show(value) if is_wrong else "")
         elif (name, strict) not in seen:
             seen.add((name, strict))
             before = dict(itertools.islice(derive.items(), list(derive).index(name)))

@@ -45,14 +45,18 @@ def code(text: str) -> str:
 def lacks_f16(text: str) -> bool:
     """Whether code, without comments, uses `f16` and does not enable it."""
     ends = (found.end() for pattern in _F16_ENDS for found in pattern.finditer(text))
-    if not any(_F16.search(text, max(0, end - _LONGEST), end) for end in ends):
-        return False
+    uses = any(_F16.search(text, max(0, end - _LONGEST), end) for end in ends)
+    return uses and not enables_f16(text)
+
+
+def enables_f16(text: str) -> bool:
+    """Whether code, without comments, enables `f16`."""
     start = 0
     while directive := _DIRECTIVE.match(text, start):
         start = directive.end()
         if directive[1] == "enable" and "f16" in re.split(r"[\s,]+", directive[2]):
-            return False
-    return True
+            return True
+    return False
 
 
 def workgroup_size(text: str) -> list[int]:

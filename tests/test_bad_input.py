@@ -439,6 +439,14 @@ SOFTMAX = pathlib.Path(__file__).parents[1] / "examples" / "kernels" / "softmax"
         ("tunables", {"tunables": 3}, ValueError, [r"\btunables\b", r"\b3\b", "mapping"]),
         ("names", {"tunables": {1: 2}}, ValueError, [r"\btunables\b", "names"]),
         ("method", {"vmap_method": array(2)}, ValueError, [r"\bvmap_method\b", "sequential"]),
+        (
+            "both",
+            {"vmap_method": "sequential", "vmap_axis": 0},
+            ValueError,
+            ["vmap_axis is 0", "vmap_method 'sequential'", "at most one"],
+        ),
+        ("version", {"version": 1}, ValueError, ["version is 1", "softmax is a folder here"]),
+        ("revision", {"revision": "0" * 40}, ValueError, ["revision is '0{40}'", "folder here"]),
     ]
 )
 def test_load_kernel(changes, error, patterns):

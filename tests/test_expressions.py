@@ -188,6 +188,34 @@ def test_arithmetic_refuses(text, message):
         value(text)
 
 
+@refuses(
+    [
+        ("1 + missing / 2", "/ takes a number, got undefined in `missing / 2`"),
+        ("2 * (missing % 2)", "% takes a number, got undefined in `missing % 2`"),
+        ("1 - missing", "- takes a number, got undefined in `1 - missing`"),
+        ("(-missing) * 2", "- takes a number, got undefined in `-missing`"),
+        (
+            "ceilDiv(missing, 4) > 1",
+            "ceilDiv takes a number, got undefined in `ceilDiv(missing, 4)`",
+        ),
+        ("1 < missing", "cannot compare 1 < undefined in `1 < missing`"),
+        ("1 < 2 < missing", "cannot compare 2 < undefined in `1 < 2 < missing`"),
+        ("missing.size", 'cannot look up "size" in undefined in `missing.size`'),
+        ("missing[0] + 1", "cannot look up 0 in undefined in `missing[0]`"),
+        ("missing[1:]", "a slice takes a list, got undefined in `missing[1:]`"),
+        (
+            "missing|length",
+            "length takes a list, an object or a string, got undefined in `missing|",
+        ),
+        ("'a' ~ [1]", 'cannot print [1] in `"a" ~ [1]`'),
+    ]
+)
+def test_a_message_names_the_operand(text, message):
+    """Where a value comes from, so that an author finds it in a long expression."""
+    with pytest.raises(ExpressionError, match=f"^{re.escape(message)}"):
+        value(text)
+
+
 # --- comparisons --------------------------------------------------------------------------------
 
 
@@ -590,7 +618,9 @@ def test_a_message_never_walks_a_huge_value():
     nested = "fill(fill(fill(fill(fill(fill(1, 60000), 60000), 60000), 60000), 60000), 60000)"
     with pytest.raises(ExpressionError) as caught:
         value(f"{nested} < 1")
-    assert str(caught.value) == f"cannot compare {'[' * 6}{'1, ' * 23}1,... < 1"
+    shown, _, where = str(caught.value).partition(" in `")
+    assert shown == f"cannot compare {'[' * 6}{'1, ' * 23}1,... < 1"
+    assert where == f"{nested[:77]}...`"
 
 
 # --- Expression ---------------------------------------------------------------------------------

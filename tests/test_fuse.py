@@ -416,8 +416,20 @@ def test_where_a_group_cannot_be_whole():
     # Without shader-f16 float16 is computed with in float32.
     assert group_of(qkv_front, half, caches, caches, on="floor").linked is None
     large = jax.ShapeDtypeStruct((2, SEQUENCE, 3 * 2**18 * SIZE), np.float32)
-    with pytest.raises(jax_webgpu.LimitError, match="maxStorageBufferBindingSize"):
-        group_of(qkv_front, large, on="floor")
+    apart = group_of(qkv_front, large, on="floor")
+    assert apart.linked is None
+    assert {plan.resolved.spec.name for plan in apart.plans} == {"Split", "RotaryEmbedding"}
+    arrays = [each for plan in apart.plans for each in (*plan.inputs, *plan.outputs)]
+    assert max(each.size for each in arrays) <= 2**27
+
+
+def test_a_tunable_that_is_too_large_is_told_while_jax_compiles():
+    f = jax.jit(jax_webgpu.fuse(qkv_front))
+    with (
+        jax_webgpu.configure(tunables={"WORKGROUP_SIZE": 2**20}),
+        pytest.raises(jax_webgpu.LimitError, match=r"WORKGROUP_SIZE is 1,048,576"),
+    ):
+        f.lower(example(), COS, SIN, POSITIONS).compile()
 
 
 def test_explain():

@@ -24,7 +24,14 @@ from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
 
 import jax_webgpu
-from jax_webgpu import CallError, DerivativeError, DTypeError, load_kernel, resources
+from jax_webgpu import (
+    CallError,
+    DerivativeError,
+    DTypeError,
+    LimitError,
+    load_kernel,
+    resources,
+)
 
 RNG = np.random.default_rng(41)
 
@@ -335,7 +342,8 @@ def test_takes_one_input(moments):
         (
             "take",
             lambda k: k(3.0, np.zeros(3, "int32"), np.zeros(3, "int32")),
-            r"the shape of y comes out as \[3, undefined\]; of x = float32\[\], rows = int64\[3\]",
+            r"the shape of y comes out as \[3, undefined\]; expected a list of .*"
+            r"; of x = float32\[\], rows = int64\[3\]",
         ),
     ],
 )
@@ -1151,6 +1159,25 @@ def test_tunables(run, tmp_path):
         (plan,) = jax_webgpu.explain(other, floats(65), device="floor")
         assert plan.passes[0].workgroups == (5, 1, 1)
         np.testing.assert_array_equal(run(other, np.ones(65, "f4")), np.full(65, 2.0))
+
+
+def test_a_tunable_that_is_too_large_is_refused_while_jax_compiles(tmp_path):
+    kernel = load_kernel(folders.scale(tmp_path), tunables={"WORKGROUP_SIZE": 2**20})
+    message = r"^Scale: WORKGROUP_SIZE is 1,048,576; maxCompute"
+    with pytest.raises(LimitError, match=message):
+        jax.jit(kernel).lower(floats(3))
+    for make in (kernel, jax_webgpu.fuse(lambda x: kernel(kernel(x)))):
+        with pytest.raises(LimitError, match=message):
+            make(floats(3))
+
+
+def test_a_tunable_that_the_manifest_bounds_is_not_refused(run, tmp_path):
+    path = folders.scale(tmp_path)
+    for file in path.iterdir():
+        size = "min(tunables.WORKGROUP_SIZE, device.limits.maxComputeWorkgroupSizeX)"
+        file.write_text(file.read_text().replace("tunables.WORKGROUP_SIZE", size))
+    kernel = load_kernel(path, tunables={"WORKGROUP_SIZE": 2**20})
+    np.testing.assert_array_equal(run(kernel, np.ones(65, "f4")), np.full(65, 2.0))
 
 
 # ---- the examples' folders ----------------------------------------------------------------------

@@ -7,7 +7,18 @@ from pathlib import Path
 import pytest
 
 from benchmarks import loading, synthetic
-from jax_webgpu import capabilities, expressions, grammar, plan, spec, templates, variants
+from jax_webgpu import (
+    capabilities,
+    device,
+    expressions,
+    grammar,
+    plan,
+    probe,
+    runtime,
+    spec,
+    templates,
+    variants,
+)
 from jax_webgpu.capabilities import IDEAL, PRESETS
 from jax_webgpu.errors import DeviceError
 from jax_webgpu.resolve import Tensor, resolve
@@ -119,3 +130,33 @@ def test_every_variant_is_in_the_refusal(large):
         plan.make(call, capabilities.PRESETS["floor"])
     text = str(caught.value)
     assert all(variant.id in text for variant in large.variants) and len(text) < 40_000
+
+
+OPERANDS = {
+    "bias": {"bias": (512,)},
+    "gated": {"scale": (512,)},
+    "scaled": {"scale": (512,)},
+    "masked": {"lengths": (2,)},
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_what_the_device_has_the_features_for_compiles(large, dtype):
+    gpu, compiled = device.get(), 0
+    for variant in large.variants:
+        if not set(variant.requires.features) <= gpu.capabilities.features:
+            continue
+        family = variant.id.split("_")[0]
+        shapes = {"a": (2, 512, 256), "b": (256, 512), **OPERANDS.get(family, {})}
+        inputs = {
+            name: Tensor(shape, "int64" if name == "lengths" else dtype)
+            for name, shape in shapes.items()
+        }
+        attributes = {"activation": family} if family in ("gelu", "relu") else {}
+        if family == "recurrent":
+            inputs |= {"a": Tensor((4, 300), dtype)}
+            attributes = {"recurrent": 1}
+        call = resolve(probe.alone(large, variant.id), inputs, attributes=attributes)
+        runtime.compile_(plan.anew(call, gpu.capabilities), gpu)
+        compiled += 1
+    assert compiled >= 43

@@ -43,7 +43,44 @@ def test_the_examples_are_clean(capsys, name):
     status, out = call(capsys, KERNELS / name)
     assert status == 0
     assert out.endswith(" 0 errors, 0 warnings\n"), out
-    assert len(re.findall(r" compiles, floor renders, apple-m renders", out)) == out.count("\n") - 1
+    told = out.count("\n") - out.count("\nnote: ") - 1
+    assert len(re.findall(r" compiles, floor renders, apple-m renders", out)) == told
+
+
+@pytest.mark.parametrize(
+    ("types", "contract", "note"),
+    [
+        (
+            ["float32", "float16", "int32"],
+            "f16Ok(dtypes.T)",
+            "only with the feature shader-f16, which floor and swiftshader lack: T as float16; "
+            "without it too: T as float32, T as int32",
+        ),
+        (
+            ["float16"],
+            "f16Ok(dtypes.T)",
+            "only with the feature shader-f16, which floor and swiftshader lack: T as float16; "
+            "without it too: nothing",
+        ),
+        (["float32", "int32"], "f16Ok(dtypes.T)", None),
+        # Nothing in the manifest says it; but the WGSL has `f16`.
+        (
+            ["float32", "float16"],
+            "true",
+            "only with the feature shader-f16, which floor and swiftshader lack: T as float16; "
+            "without it too: T as float32",
+        ),
+    ],
+)
+def test_a_note_of_dtypes_that_need_shader_f16(capsys, tmp_path, types, contract, note):
+    path = one(tmp_path, "  y[i] = x[i];")
+    changed(path, with_key("typeConstraints", "T", value=types))
+    changed(path, with_key("when", value=[contract]))
+    for ports in ("inputs", "outputs"):
+        changed(path, with_key(ports, "x" if ports == "inputs" else "y", "dtype", value="T"))
+    status, out = call(capsys, path)
+    assert status == 0, out
+    assert re.findall("^note: (.*)$", out, re.MULTILINE) == ([note] if note else [])
 
 
 def test_a_call_is_found_for_each_published_variant(published):
@@ -209,6 +246,20 @@ def test_another_workgroup_size_than_the_dispatch_has(capsys, tmp_path, declared
     status, out = call(capsys, path)
     told = f"declares @workgroup_size({declared}), and the dispatch counts with a workgroupSize of"
     assert (status, told in out, out.count("warning: ")) == (0, is_told, is_told), out
+
+
+def test_a_tunable_of_a_test_that_a_device_cannot_have(capsys, tmp_path):
+    path = one(tmp_path, "  y[i] = x[i];")
+    array = {"dtype": "float32", "shape": [1], "data": {"kind": "values", "values": [1]}}
+    case = {"name": "large", "inputs": {"x": array}, "outputs": {"y": array}}
+    case["tunables"] = {"WORKGROUP_SIZE": 512}
+    (path / "test.json").write_text(json.dumps({"cases": [case]}))
+    status, out = call(capsys, path)
+    assert status == 0
+    for name in ("floor", "swiftshader"):
+        assert "warning: One: WORKGROUP_SIZE is 512; maxCompute" in out
+        assert f"of {name} is 256" in out
+    assert "2 warnings" in out, out
 
 
 @pytest.mark.parametrize(

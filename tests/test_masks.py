@@ -269,7 +269,7 @@ def test_a_tunable_beyond_the_limit_names_it(held):
     message = "WORKGROUP_SIZE is 512; maxComputeInvocationsPerWorkgroup .* is 256"
     with (
         jax_webgpu.configure(tunables={"WORKGROUP_SIZE": 512}),
-        pytest.raises(jax.errors.JaxRuntimeError, match=message),
+        pytest.raises(jax_webgpu.LimitError, match=message),
     ):
         jax_webgpu.split(x, [3, 4])
 

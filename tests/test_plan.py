@@ -241,12 +241,27 @@ def test_limits_of_a_workgroup(sizes, message):
 def test_a_caller_s_workgroup_size_over_the_limit():
     call = rotary((2, 3, 5, 8), (2, 5, 4)).with_tunables(WORKGROUP_SIZE=512)
     with refused(
-        "RotaryEmbedding.rank4_cache3_quad.main: workgroup size 512; maxComputeWorkgroupSizeX of "
-        "floor is 256",
+        "RotaryEmbedding: WORKGROUP_SIZE is 512; maxComputeInvocationsPerWorkgroup of floor is 256",
         LimitError,
     ):
         plan.make(call, FLOOR)
     assert "@workgroup_size(512)" in plan.make(call, PRESETS["h200"]).passes[0].wgsl
+
+
+def test_tunables_are_fitted_to_a_device():
+    call = rotary((2, 3, 5, 8), (2, 5, 4))
+    small = make("small", maxComputeInvocationsPerWorkgroup=16)
+    size = call.spec.tunables["WORKGROUP_SIZE"]
+    own = call.with_tunables(WORKGROUP_SIZE=64)
+    for given, device, better, expected in [
+        (call, FLOOR, {}, {}),
+        (call, small, {}, {"WORKGROUP_SIZE": 16}),
+        (call, FLOOR, {"WORKGROUP_SIZE": size // 2, "OTHER": 1}, {"WORKGROUP_SIZE": size // 2}),
+        (call, FLOOR, {"WORKGROUP_SIZE": 1024}, {"WORKGROUP_SIZE": 256}),
+        (own, FLOOR, {"WORKGROUP_SIZE": 128}, {"WORKGROUP_SIZE": 64}),
+        (own, small, {"WORKGROUP_SIZE": 128}, {"WORKGROUP_SIZE": 64}),
+    ]:
+        assert dict(plan.fitted(given, device, better).tunables) == expected
 
 
 def test_limits_of_a_binding_s_size():

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import folders
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -221,6 +222,34 @@ def test_export_of_a_transformed_function(run):
     jax.tree.map(
         np.testing.assert_array_equal, run(again.call, x, cos, sin, ids), mapped(x, cos, sin, ids)
     )
+
+
+def test_export_of_a_result_of_several_arrays(tmp_path, run_snippet):
+    """In another process the type is there as soon as the kernel is loaded."""
+    path = folders.moments(tmp_path)
+    kernel = jax_webgpu.load_kernel(path)
+    kernel.defreference(lambda x: (x.sum(1), x.sum(1) ** 2))
+    x = np.arange(6, dtype=np.float32).reshape(2, 3)
+    with by_reference():
+        exported = export.export(jax.jit(kernel))(x)
+        expected = kernel(x)
+    result = reloaded(exported).call(x)
+    assert type(result) is type(expected) and result._fields == ("total", "square")
+    np.testing.assert_array_equal(result.square, [9, 144])
+    written = tmp_path / "exported"
+    written.write_bytes(exported.serialize())
+    done = run_snippet(
+        f"""
+        import pathlib
+        import jax, numpy as np
+        import jax_webgpu
+        jax_webgpu.load_kernel({str(path)!r})
+        f = jax.export.deserialize(bytearray(pathlib.Path({str(written)!r}).read_bytes()))
+        result = f.call(np.ones((2, 3), np.float32))
+        assert type(result).__name__ == "Moments" and result.total.tolist() == [3, 3]
+        """
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_export_for_other_platforms():

@@ -116,7 +116,10 @@ def test_output_shapes(shape, expected):
 @pytest.mark.parametrize(
     ("shape", "message"),
     [
-        ("dim(shapes.x, 0)", "the shape of y comes out as 2"),
+        (
+            "dim(shapes.x, 0)",
+            "the shape of y comes out as 2; expected a list of whole numbers, 0 or more",
+        ),
         (["dim(shapes.x, 0) - 5"], "the shape of y comes out as [-3]"),
         (["dim(shapes.x, 1) / 2"], "the shape of y comes out as [1.5]"),
         (["attrs.nothing"], "the shape of y comes out as [undefined]"),

@@ -45,10 +45,14 @@ def test_rotary_embedding_in_pieces(shape, heads, named, most, limit, bind_at_mo
     table = (200, half) if named else (shape[0], tokens, half)
     cos, sin = (rng.standard_normal(table).astype(np.float32) for _ in "cs")
     ids = rng.integers(0, 200, (shape[0], tokens)) if named else None
-    y = run(partial(jax_webgpu.rotary_embedding, num_heads=heads), x, cos, sin, ids)
+    f = partial(jax_webgpu.rotary_embedding, num_heads=heads)
+    y, dispatches = counted(run, f, x, cos, sin, ids)
     oracle.assert_rotary_embedding(
         y, x, cos, sin, ids, interleaved=False, rotary_embedding_dim=0, num_heads=heads
     )
+    explained = jax_webgpu.explain(f, x, cos, sin, ids)
+    assert sum(sum(whole.counts) for whole in explained.pieces) in (dispatches, 0)
+    assert bool(explained.pieces) == (dispatches > 1)
 
 
 @pytest.mark.parametrize("most", [4096, 256, 64])
@@ -60,6 +64,8 @@ def test_many_parts_in_pieces(most, bind_at_most, run):
     parts, dispatches = counted(run, partial(jax_webgpu.split, split=sizes, axis=1), x)
     oracle.assert_split(parts, x, sizes, 1)
     assert dispatches == {4096: 2, 256: 20 * 10, 64: 20 * 11}[most]
+    (explained,) = jax_webgpu.explain(partial(jax_webgpu.split, split=sizes, axis=1), x).pieces
+    assert sum(explained.counts) == dispatches
 
 
 @pytest.mark.parametrize("most", [16, 100, 1000])
@@ -99,6 +105,27 @@ def test_300_mib(run):
 
 
 # --- on paper ------------------------------------------------------------------------------------
+
+
+def test_explain_shows_the_pieces():
+    x = jax.ShapeDtypeStruct((4, 32, 32768, 128), np.float32)
+    cache = jax.ShapeDtypeStruct((40000, 64), np.float32)
+    ids = jax.ShapeDtypeStruct((4, 32768), np.int32)
+    found = jax_webgpu.explain(jax_webgpu.rotary_embedding, x, cache, cache, ids, device="floor")
+    (each,), (whole,) = found, found.pieces
+    assert whole.plans == (each,) and whole.counts == (16,)
+    assert dict(each.resolved.inputs)["x"] == Tensor((1, 8, 32768, 128), "float32")
+    assert str(found).startswith("call      RotaryEmbedding(x = float32[4,32,32768,128], cos = ")
+    assert "pieces    16, of arrays of at most 134,217,728 bytes\n  16 × Rotary" in str(found)
+
+
+def test_what_explain_cannot_cut():
+    """The tunable is too large for each piece as for the whole."""
+    x = jax.ShapeDtypeStruct((2**27, 3), np.float32)
+    f = partial(jax_webgpu.split, num_outputs=3, axis=1)
+    settings = jax_webgpu.configure(tunables={"WORKGROUP_SIZE": 512})
+    with settings, pytest.raises(jax_webgpu.LimitError, match="WORKGROUP_SIZE is 512"):
+        jax_webgpu.explain(f, x, device="floor")
 
 
 def plan(shape):

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_webgpu import config, device, tuning
+from jax_webgpu import config, device, plan, tuning
 from jax_webgpu.capabilities import Capabilities
-from jax_webgpu.errors import CallError, DTypeError, LimitError
+from jax_webgpu.errors import CallError, DTypeError
 from jax_webgpu.resolve import Resolved
 
 
@@ -58,26 +58,10 @@ def tunables(settings: config.Settings) -> dict[str, Any]:
 
 
 def fit_tunables(resolved: Resolved, capabilities: Capabilities) -> Resolved:
-    """Tunables as the device is fastest with, and WORKGROUP_SIZE no larger than it can run.
+    """`plan.fitted`, with the tunables that `tune` found to be the fastest on the device.
 
     Raises:
-      LimitError: the caller set one that the device cannot run.
+      LimitError: the caller set a WORKGROUP_SIZE that the device cannot run.
     """
-    wanted = dict(resolved.tunables).get("WORKGROUP_SIZE")
-    tuned = tuning.found(resolved, capabilities.name)
-    if tuned:
-        own = {name: value for name, value in tuned.items() if name in resolved.spec.tunables}
-        resolved = resolved.with_tunables(**{**own, **dict(resolved.tunables)})
-    default = resolved.spec.tunables["WORKGROUP_SIZE"]
-    limits = ("maxComputeInvocationsPerWorkgroup", "maxComputeWorkgroupSizeX")
-    name = min(limits, key=capabilities.limit)
-    most = capabilities.limit(name)
-    if wanted is None:
-        size = dict(resolved.tunables).get("WORKGROUP_SIZE", default)
-        return resolved if size <= most else resolved.with_tunables(WORKGROUP_SIZE=most)
-    if wanted > most:
-        raise LimitError(
-            f"{resolved.spec.name}: WORKGROUP_SIZE is {wanted}; {name} of {capabilities.name} is "
-            f"{most}"
-        )
-    return resolved
+    plan.check_workgroup_size(resolved, capabilities)
+    return plan.fitted(resolved, capabilities, tuning.found(resolved, capabilities.name))

@@ -4,6 +4,7 @@ import functools
 import inspect
 import os
 import re
+import threading
 from collections import namedtuple
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 
@@ -45,7 +47,6 @@ from jax_webgpu.runtime import Operator
 from jax_webgpu.spec import Spec, loads
 from jax_webgpu.values import UNDEFINED
 
-MANIFEST = "manifest.json"
 VMAP_METHODS = ("sequential", "expand_dims", "broadcast_all")
 
 
@@ -64,16 +65,16 @@ def load_kernel(
       source: a folder; or, where there is none of this name, the id of a repository of the type
         "kernel" on the Hugging Face Hub, which needs the extra ``hub``. Where the folder has a
         ``metadata.json``, the files must have the digests that it lists.
-      version: of a repository's contract, such as 1.
+      version: of a repository's contract, such as 1; a folder has none.
       revision: in place of a version, the 40 digits of a commit.
       vmap_axis: the axis of every input and output along which the kernel makes no difference
         between one array and several one behind the other; or, by port name, that of some inputs
         and of every output. `jax.vmap` then makes one call, in which no axis is added, and this
         one is as many times as long as the batch has elements; negative ones count from the last
         axis of a single element. An input that the batch shares is repeated along its axis, or
-        stays as it is where it has no axes or is not named. `vmap_method` applies where one that
-        is mapped has none, and where the axes are not equally long.
-      vmap_method: what `jax.vmap` does else, in the words of `jax.pure_callback`:
+        stays as it is where it has no axes or is not named. Where one that is mapped has none, or
+        the axes are not equally long, the kernel is called for each element.
+      vmap_method: in place of `vmap_axis`, in the words of `jax.pure_callback`:
         ``"sequential"``, the default, calls the kernel for each element of the batch;
         ``"expand_dims"`` and ``"broadcast_all"`` call it once with one more axis in front, of
         size 1 or of the batch's for what is not mapped. A call that stands for a batch is tried
@@ -90,19 +91,24 @@ def load_kernel(
       HubError: the Hub cannot be reached, or has no such kernel.
       MissingExtraError: the Hub's client is not installed.
     """
+    if vmap_axis is not None and vmap_method is not None:
+        raise CallError(
+            f"vmap_axis is {vmap_axis!r} and vmap_method {vmap_method!r}; expected at most one of "
+            "them: each says how jax.vmap makes one call of a batch"
+        )
     options = {
         "vmap_axis": vmap_axis,
         "vmap_method": _vmap_method(vmap_method),
         "tunables": _tunables(tunables),
     }
     files = open_folder(source, version=version, revision=revision)
-    return Kernel(files.read_bytes(MANIFEST), files.read_bytes, files.path, options)
+    return Kernel(files.read_bytes(folder.MANIFEST), files.read_bytes, files.path, options)
 
 
 def open_folder(
     source: str | os.PathLike[str], *, version: int | None = None, revision: str | None = None
 ) -> folder.Folder:
-    """The verified files of a folder here or on the Hub; see `load_kernel`."""
+    """The verified files of a folder here or on the Hub; as for `load_kernel`."""
     given = _source(source)
     path = Path(given)
     try:
@@ -110,6 +116,12 @@ def open_folder(
     except OSError as error:  # a name that no file can have
         raise CallError(f"there is no kernel folder {_brief(given)}: {error.strerror}") from None
     if is_folder:
+        for name, value in (("version", version), ("revision", revision)):
+            if value is not None:
+                raise CallError(
+                    f"{name} is {value!r}, and {_brief(given)} is a folder here, which has none; "
+                    "it is of a repository on the Hub"
+                )
         return folder.read(path)
     if is_file:
         raise CallError(f"{given} is a file; give its folder")
@@ -125,8 +137,8 @@ class Kernel:
     Called with arrays by position, in the order of the manifest's inputs, or by name; with
     attributes and scalar arguments by name; and with ``outputs``, which names optional outputs,
     or gives shapes that the manifest does not, or `jax.ShapeDtypeStruct`s where no input decides
-    the dtype. An int64 input takes int32, and an int64 output
-    is int32, where JAX's 64-bit mode is off. The result is an array, or a named tuple of several.
+    the dtype. An int64 input takes int32, and an int64 output is int32, where JAX's 64-bit mode is
+    off. The result is an array, or a named tuple of several.
 
     Attributes:
       spec: the manifest.
@@ -140,7 +152,7 @@ class Kernel:
         path: Path,
         options: Mapping[str, Any],
     ):
-        self.spec = spec = loads(manifest, path / MANIFEST, templates)
+        self.spec = spec = loads(manifest, path / folder.MANIFEST, templates)
         self.vmap_axes = _vmap_axes(spec, options["vmap_axis"])
         self.vmap_method = options["vmap_method"]
         self.tunables = checked_tunables(spec, options["tunables"])
@@ -152,6 +164,11 @@ class Kernel:
         self.__name__ = self.__qualname__ = _snake_case(spec.name)
         self.__doc__ = describe(spec)
         self.__signature__ = _signature(spec)
+        # Made now, so that what another process exported can be read before the first call.
+        needed = tuple(name for name, port in spec.outputs.items() if not port.optional)
+        for names in (needed, tuple(spec.outputs)):
+            if len(names) > 1:
+                _named_tuple(spec.name, names)
 
     def __repr__(self) -> str:
         return f"<kernel {self.spec!r}>"
@@ -180,6 +197,7 @@ class Kernel:
             the manifest.
           TypeError: an input is no array, or an attribute is not static.
           jax_webgpu.ShaderError: wgpu refuses the WGSL.
+          jax_webgpu.LimitError: a tunable that is set is more than the device can do.
           jax_webgpu.DeviceError: the device cannot run the call (inside a
             `jax.errors.JaxRuntimeError`).
         """
@@ -242,6 +260,12 @@ class Kernel:
             manifest's inputs, None for what is left out, and with the attributes and arguments by
             name, the defaults too; returns the kernel's result and its tangent. JAX transposes it
             for reverse mode.
+
+        Returns:
+          The rule.
+
+        Raises:
+          TypeError: it is no function. What a rule takes and gives is checked when it is called.
         """
         self._jvp, self._vjp = _function("defjvp", rule), None
         jax.clear_caches()
@@ -256,6 +280,9 @@ class Kernel:
           backward: called with that and the result's cotangent, and the attributes and arguments
             by name; returns a tuple of the inputs' cotangents, None for one that has none, or the
             cotangent of the one input.
+
+        Raises:
+          TypeError: one is no function.
         """
         self._vjp = _function("defvjp", forward), _function("defvjp", backward)
         self._jvp = None
@@ -271,6 +298,12 @@ class Kernel:
             with the inputs that are not of a float type, and with the attributes and arguments by
             name, of which a kernel is given those that it has. Returns the cotangent of the one
             float input, or a tuple of theirs.
+
+        Returns:
+          The transpose.
+
+        Raises:
+          TypeError: it is no function.
         """
         self._transpose = _function("deftranspose", transpose)
         jax.clear_caches()
@@ -281,6 +314,12 @@ class Kernel:
 
         Args:
           function: called as the kernel is, in plain JAX; returns an array or a tuple of them.
+
+        Returns:
+          The function.
+
+        Raises:
+          TypeError: it is no function.
         """
         if self._reference is not None:
             jax.clear_caches()  # of calls that were compiled with the one before
@@ -365,9 +404,22 @@ def _packed(name: str, names: tuple[str, ...], results: Sequence[Any]) -> Any:
     return _named_tuple(name, names)(*results)
 
 
-@functools.cache
 def _named_tuple(name: str, names: tuple[str, ...]) -> Any:
-    return namedtuple(_identifier(name), names, rename=True)
+    """The type of a result of several arrays: one for each name of a kernel and its outputs."""
+    with _making:  # two threads must not make two types
+        return _make_named_tuple(name, names)
+
+
+_making = threading.Lock()
+
+
+@functools.cache
+def _make_named_tuple(name: str, names: tuple[str, ...]) -> Any:
+    """Registered, or `jax.export` could not write down a function that returns one."""
+    return jax.export.register_namedtuple_serialization(
+        namedtuple(_identifier(name), names, rename=True),
+        serialized_name=f"jax_webgpu.{name}({', '.join(names)})",
+    )
 
 
 def _identifier(name: str) -> str:
@@ -628,11 +680,8 @@ class Rules:
         batch = Batch(one, size, tuple(where), tuple(ends), static.get("batch"))
         whole = call.with_static(outputs=asked, batch=batch)
         try:
-            resolved = _registered(self.operator.spec).resolve(whole, primitive.tensors_of(folded))
-            variants.select(resolved, IDEAL)
-            for (name, _), result, each, at in zip(
-                asked, self._shown(whole, resolved), wanted, ends, strict=True
-            ):
+            results = self._outputs_of(whole, folded)
+            for (name, _), result, each, at in zip(asked, results, wanted, ends, strict=True):
                 if not each.shape or result.shape != _times(each.shape, at, size):
                     raise CallError(
                         f"vmap_axis is {vmap_axes[name]} for {name}, which is {each} for one "
@@ -644,10 +693,10 @@ class Rules:
                 f"refused: {error}; vmap_method='sequential', without vmap_axis, calls it for each "
                 "element"
             ) from None
-        results = _registered(self.operator.spec).apply(whole, *folded)
+        made = _registered(self.operator.spec).apply(whole, *folded)
         unfolded = [
             result.reshape(_with(each.shape, at, size))
-            for result, each, at in zip(results, wanted, ends, strict=True)
+            for result, each, at in zip(made, wanted, ends, strict=True)
         ]
         return unfolded, ends
 
@@ -696,11 +745,9 @@ class Rules:
         batch = Batch(alone, size, where, (0,) * len(asked), static.get("batch"))
         whole = call.with_static(outputs=asked, batch=batch)
         try:
-            tensors = primitive.tensors_of(expanded)
-            resolved = _registered(self.operator.spec).resolve(whole, tensors)
-            variants.select(resolved, IDEAL)
+            results = self._outputs_of(whole, expanded)
             for (name, _), result, each in zip(
-                asked, self._shown(whole, resolved), self._shown(call, alone), strict=True
+                asked, results, self._shown(call, alone), strict=True
             ):
                 if result.shape != (size, *each.shape):
                     raise CallError(f"{name} is {result.shape}; expected {(size, *each.shape)}")
@@ -710,15 +757,22 @@ class Rules:
                 f"one call with one more axis of {size} in front, which is refused; load it with "
                 f"vmap_method='sequential': {error}"
             ) from None
-        results = _registered(self.operator.spec).apply(whole, *expanded)
-        return results, [0] * len(results)
+        made = _registered(self.operator.spec).apply(whole, *expanded)
+        return made, [0] * len(made)
 
     def _single(
         self, call: Call, operands: Sequence[Any], shapes: Sequence[tuple[int, ...]]
     ) -> Resolved:
         """The call for one element of a batch, which some device must take."""
         dtypes = [str(operand.dtype) for operand in operands]
-        tensors = tuple(map(Tensor, shapes, dtypes))
+        return self._taken(call, tuple(map(Tensor, shapes, dtypes)))
+
+    def _outputs_of(self, call: Call, operands: Sequence[Any]) -> tuple[Tensor, ...]:
+        """The outputs as JAX has them, of a call that some device must take."""
+        return self._shown(call, self._taken(call, primitive.tensors_of(operands)))
+
+    def _taken(self, call: Call, tensors: tuple[Tensor, ...]) -> Resolved:
+        """A call for the engine; `CallError` where no device would take it."""
         resolved = _registered(self.operator.spec).resolve(call, tensors)
         variants.select(resolved, IDEAL)
         return resolved
@@ -726,12 +780,10 @@ class Rules:
     def jvp(self, call: Call, operands: Sequence[Any], tangents: Sequence[Any]) -> Sequence[Any]:
         """Of a linear kernel: itself, of the tangents."""
         kernel: Kernel = dict(call.static)["kernel"]
-        if kernel._transpose is None:
-            if all(tangent is None for tangent in tangents):
-                return [None] * len(dict(call.static)["outputs"])
-            raise _no_derivative(kernel)
         if all(tangent is None for tangent in tangents):
             return [None] * len(dict(call.static)["outputs"])
+        if kernel._transpose is None:
+            raise _no_derivative(kernel)
         moved = [
             operand
             if not jnp.issubdtype(operand.dtype, jnp.inexact)
@@ -756,50 +808,57 @@ class Rules:
             jnp.zeros(each.shape, each.dtype) if cotangent is None else cotangent
             for cotangent, each in zip(cotangents, wanted, strict=True)
         ]
-        floats = [jnp.issubdtype(operand.dtype, jnp.inexact) for operand in operands]
-        others = [each for each, is_float in zip(operands, floats, strict=True) if not is_float]
+        ports = dict(zip(static["inputs"], operands, strict=True))
+        floats = {
+            name: each for name, each in ports.items() if jnp.issubdtype(each.dtype, jnp.inexact)
+        }
+        others = {name: each for name, each in ports.items() if name not in floats}
         known = filled(self.operator.spec, call.attributes) | dict(static["args"])
         if isinstance(kernel._transpose, Kernel):
-            other = kernel._transpose.spec
-            known = {n: v for n, v in known.items() if n in other.attributes or n in other.args}
-            shapes = (
-                each.shape for each, is_float in zip(operands, floats, strict=True) if is_float
-            )
-            unsaid = zip(other.outputs.values(), shapes, strict=False)
-            asked = {port.name: shape for port, shape in unsaid if port.shape is None}
-            known |= {"outputs": asked} if asked else {}
-            found = kernel._transpose(*given, *others, **known)
+            known = _known_to(kernel._transpose, known, [each.shape for each in floats.values()])
+            found = kernel._transpose(*given, *others.values(), **known)
         else:
-            names = list(zip(static["inputs"], floats, strict=True))
-            takes = [f"cotangent_of_{name}" for name, _ in static["outputs"]]
-            takes += [name for name, is_float in names if not is_float]
-            gives = ", ".join(f"cotangent of {name}" for name, is_float in names if is_float)
-            rule = kernel._transpose
-            found = Rule(kernel.__name__, known, "deftranspose", rule, tuple(takes), gives)(
-                *given, *others
-            )
+            takes = (*(f"cotangent_of_{name}" for name, _ in static["outputs"]), *others)
+            gives = ", ".join(f"cotangent of {name}" for name in floats)
+            rule = Rule(kernel.__name__, known, "deftranspose", kernel._transpose, takes, gives)
+            found = rule(*given, *others.values())
+        made = self._cotangents(found, floats)
+        return [
+            made.get(name) if isinstance(operand, jax.ShapeDtypeStruct) else None
+            for name, operand in ports.items()
+        ]
+
+    def _cotangents(self, found: Any, floats: Mapping[str, Any]) -> dict[str, Any]:
+        """What a transpose gives, by input; None for one that has none."""
         parts = tuple(found) if isinstance(found, tuple | list) else (found,)
-        if len(parts) != sum(floats):
+        if len(parts) != len(floats):
             raise CallError(
                 f"{self.operator.name}: the transpose gives {len(parts)} cotangents; expected "
-                f"{sum(floats)}, one for each input of a float type that is given"
+                f"{len(floats)}, one for each input of a float type that is given"
             )
-        left = iter(parts)
-        made = [next(left) if is_float else None for is_float in floats]
-        for name, operand, part in zip(static["inputs"], operands, made, strict=True):
+        made = dict(zip(floats, parts, strict=True))
+        for name, part in made.items():
             if part is None:
                 continue
-            (like,) = primitive.tensors_of([operand])
+            (like,) = primitive.tensors_of([floats[name]])
             got = primitive.tensors_of([part])[0] if hasattr(part, "dtype") else kind(part)
             if got != like:
                 raise CallError(
                     f"{self.operator.name}: the transpose gives {name} the cotangent {got}; "
                     f"expected {like}"
                 )
-        return [
-            part if isinstance(operand, jax.ShapeDtypeStruct) else None
-            for part, operand in zip(made, operands, strict=True)
-        ]
+        return made
+
+
+def _known_to(
+    kernel: Kernel, known: Mapping[str, Any], shapes: Sequence[tuple[int, ...]]
+) -> dict[str, Any]:
+    """The attributes and arguments that a kernel has too, and the shapes that it does not state."""
+    spec = kernel.spec
+    own = {name: each for name, each in known.items() if name in {*spec.attributes, *spec.args}}
+    unsaid = zip(spec.outputs.values(), shapes, strict=False)
+    asked = {port.name: shape for port, shape in unsaid if port.shape is None}
+    return own | ({"outputs": asked} if asked else {})
 
 
 def _no_derivative(kernel: Kernel) -> DerivativeError:
