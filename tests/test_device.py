@@ -1,7 +1,9 @@
 """The device: which adapter is taken, what is cached and pooled, what an error leaves behind."""
 
+import gc
 import json
 import sys
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -749,3 +751,16 @@ def test_eight_threads_on_one_device(hasty, fresh):
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(launches, range(8))) == list(range(8))
     assert gpu.counters["dispatches"] == 8 * 50
+
+
+@pytest.mark.parametrize("mapper", ["native", "promises"])
+def test_a_device_that_nothing_uses_is_dropped(mapper, fresh, monkeypatch):
+    """Nothing that is kept for ever keeps it: a driver may give only some dozens at a time."""
+    if mapper == "promises":
+        monkeypatch.setattr(device, "_mapper", device._Mapper)
+    gpu = fresh()
+    assert_split_runs(gpu)
+    inner = weakref.ref(gpu._device)
+    del gpu
+    gc.collect()
+    assert inner() is None
