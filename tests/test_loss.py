@@ -491,6 +491,7 @@ def driver(tmp_path_factory):
     return str(library), files | {"FAULTY_DRIVER": real, "JAX_WEBGPU_ADAPTER": ""}
 
 
+@pytest.mark.software
 @pytest.mark.promise("faults")
 def test_a_driver_that_fails(driver, run_snippet, record_property):
     library, environment = driver
