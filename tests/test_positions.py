@@ -261,7 +261,8 @@ def test_the_message_is_the_same_everywhere(callback, f, index, rows, record_pro
 SHARED = """
 import os
 os.environ["XLA_FLAGS"] = (
-    "--xla_force_host_platform_device_count=4 --xla_cpu_collective_call_warn_stuck_timeout_seconds=1"
+    "--xla_force_host_platform_device_count=4"
+    " --xla_cpu_collective_call_warn_stuck_timeout_seconds=1"
     " --xla_cpu_collective_call_terminate_timeout_seconds=2"
 )
 import jax, jax.numpy as jnp, numpy as np
