@@ -168,7 +168,10 @@ def clear_caches() -> None:
 
 
 _lock = threading.Lock()
-_kept: list[Any] = []  # until the process ends, since wgpu-native may yet come back to it
+# Both until the process ends: what wgpu-native may yet come back to, and devices that it must not
+# drop.
+_kept: list[Any] = []
+_lost: "list[wgpu.GPUDevice]" = []
 _devices: "list[tuple[wgpu.GPUAdapter, AdapterInfo, Device | None]]" = []
 _pid: int | None = None
 
@@ -537,7 +540,7 @@ class Device:
             self._driver = _driver(self._device)
             self._pool = _Pool(self._driver, self.capabilities.limit("maxBufferSize"))
         except (RuntimeError, wgpu.GPUError) as error:
-            raise AdapterError(f"{info} gives no device: {error}") from error
+            raise AdapterError(f"{info} gives no device: {error}{_after_losses()}") from error
         self.info = info
         self.counters: Counter[str] = Counter()
         self.linked = WeakKeyDictionary[Any, Any]()
@@ -618,11 +621,11 @@ class Device:
     def _abandon(self) -> None:
         """Gives the device up.
 
-        Its memory goes back, but it is kept: wgpu-native ends the process when it drops a lost
-        device, and waits for one that does not answer.
+        Its memory goes back, but it is kept: wgpu-native ends the process when it drops a device
+        that the driver lost, and waits for one that does not answer.
         """
         wgpu_device = self._device
-        _kept.append(wgpu_device)  # first: a signal may come
+        _lost.append(wgpu_device)  # first: a signal may come
         self.lost = True
         self._clear()
         wgpu_device.destroy()
@@ -1054,6 +1057,16 @@ def _packed(batch: Sequence[_Copy]) -> list[int]:
     """Offsets at which the copies of a batch lie behind each other."""
     ends = accumulate((_aligned(copy.data.nbytes, 8) for copy in batch), initial=0)
     return list(ends)[:-1]
+
+
+def _after_losses() -> str:
+    """Why a driver may give no device: some give a process no more than so many."""
+    if not _lost:
+        return ""
+    return (
+        f"\nThis process has lost {len(_lost)} device(s), which it has to keep, and a driver may "
+        "give a process only so many: another process gets one"
+    )
 
 
 def _origin(dispatch: PassPlan, error: Exception) -> str:

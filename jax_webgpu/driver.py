@@ -174,7 +174,8 @@ class NativeDriver(Driver):
         self._nothing = ffi.new("char[1]")
         self._modes = {"READ": lib.WGPUMapMode_Read, "WRITE": lib.WGPUMapMode_Write}
         self._numbers = count(1)
-        self._answers: dict[int, str | None] = {}  # None: not yet there
+        # None: not yet there. By itself, since what is kept for ever must not keep the device.
+        answers = self._answers = dict[int, str | None]()
         self.encoder = ffi.new("WGPUCommandEncoderDescriptor *")
         self.compute = ffi.new("WGPUComputePassDescriptor *")
         self.finished = ffi.new("WGPUCommandBufferDescriptor *")
@@ -186,8 +187,8 @@ class NativeDriver(Driver):
                 if message.data != ffi.NULL and 0 < message.length < 4096:
                     text += f": {ffi.string(message.data, message.length).decode(errors='replace')}"
             asked = int(ffi.cast("uintptr_t", number))
-            if asked in self._answers:
-                self._answers[asked] = text
+            if asked in answers:
+                answers[asked] = text
 
         def interrupted(kind: Any, error: BaseException, trace: Any) -> None:
             # By the handler of a signal: nothing that is raised in `answer` gets out of it.

@@ -26,7 +26,7 @@ class DeviceLostError(DeviceError):
 
 
 class AdapterError(DeviceError):
-    """There is no usable WebGPU adapter, or not the one that was asked for."""
+    """There is no usable WebGPU adapter, not the one that was asked for, or it gives no device."""
 
 
 class LimitError(DeviceError):

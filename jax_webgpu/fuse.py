@@ -602,7 +602,8 @@ def _cross(on_cpu: bool, *arrays: Any, jaxpr: Any, call: Call) -> Sequence[Any]:
     for step in group.operations:
         primitive.check_early(step.operator, step.static, step.resolved)
     results = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in jaxpr.out_avals]
-    return primitive.cross(call, on_cpu, Runner(group), results, *operands)
+    sharded = group.place is not None
+    return primitive.cross(call, on_cpu, Runner(group), results, *operands, sharded=sharded)
 
 
 def _batch(

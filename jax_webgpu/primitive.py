@@ -5,6 +5,7 @@ This module and `fuse` are the only ones that import JAX's unstable parts.
 
 import atexit
 import functools
+import logging
 import os
 import threading
 import warnings
@@ -31,6 +32,7 @@ except ImportError:  # a JAX without it crosses by `jax.pure_callback` everywher
     buffer_callback = None  # type: ignore[assignment]
 
 config.on_change(jax.clear_caches)
+_logger = logging.getLogger(__name__)
 
 
 class DeadlockWarning(UserWarning):
@@ -340,7 +342,7 @@ def _cross(registered: Registered, on_cpu: bool, *arrays: Any, call: Call) -> Se
     check_early(registered.operator, call.static, resolved)
     dispatch = Dispatcher(registered.operator, resolved, call.static)
     host = functools.partial(_host, dispatch, call.placed)
-    crossed = cross(call, on_cpu, host, results, *operands, *place)
+    crossed = cross(call, on_cpu, host, results, *operands, *place, sharded=call.placed)
     return [each.astype(result.dtype) for each, result in zip(crossed, wanted, strict=True)]
 
 
@@ -365,9 +367,16 @@ def check_early(operator: Operator, static: Pairs, resolved: Resolved) -> None:
 
 
 def cross(
-    call: Call, on_cpu: bool, host: "Host", results: Sequence[jax.ShapeDtypeStruct], *operands: Any
+    call: Call,
+    on_cpu: bool,
+    host: "Host",
+    results: Sequence[jax.ShapeDtypeStruct],
+    *operands: Any,
+    sharded: bool,
 ) -> Sequence[Any]:
     """The call to the host, by the crossing that the settings choose.
+
+    What is `sharded` makes other calls on other devices, which may wait for this one.
 
     `pure_callback` calls `device_put` on its arguments, and waiting for that inside the callback
     needs a thread of the pool that waiting callbacks fill: on the CPU platform it can deadlock.
@@ -380,7 +389,7 @@ def cross(
             "jax.experimental.buffer_callback; use callback='pure' or None here"
         )
     if on_cpu and wanted != "pure" and buffer_callback is not None:
-        in_place = functools.partial(_buffer_host, host)
+        in_place = functools.partial(_buffer_host, host, sharded)
         _install_fence(os.getpid())
         crossed: Sequence[Any] = buffer_callback(in_place, results)(*operands)
         return crossed
@@ -412,9 +421,18 @@ def _host(
         dispatch(arrays, outputs)
 
 
-def _buffer_host(host: Host, context: Any, outputs: Sequence[Any], *arrays: Any) -> None:
+def _buffer_host(
+    host: Host, sharded: bool, context: Any, outputs: Sequence[Any], *arrays: Any
+) -> None:
     with _noting_signals:
-        host([np.asarray(output) for output in outputs], [np.asarray(array) for array in arrays])
+        try:
+            host([np.asarray(out) for out in outputs], [np.asarray(array) for array in arrays])
+        except Exception as error:
+            # A collective waits for this device, and XLA then ends the process before the error
+            # gets to anybody. `pure_callback` logs its errors itself.
+            if sharded:
+                _logger.error("a call on one of several devices failed: %s", error)
+            raise
 
 
 def _pure_host(

@@ -10,13 +10,14 @@ import tempfile
 import textwrap
 import warnings
 from collections import defaultdict
+from itertools import chain
 from types import SimpleNamespace
 
 import hypothesis
 import hypothesis.configuration
 import jax
+import promises
 import pytest
-from promises import PROMISES
 
 os.environ["JAX_WEBGPU_TUNED"] = os.devnull  # what this machine was tuned to is not tested
 
@@ -47,6 +48,13 @@ def pytest_configure(config):
         "halves: of kernels that compute in float16; where the adapter has no shader-f16 there is "
         "nothing to test, and it is deselected (tests/test_masks.py tests what is refused)",
     )
+    config.addinivalue_line(
+        "markers",
+        "software: of Mesa's software driver, whatever adapter the others use; where that is "
+        "hardware it is deselected, since such a machine need not have the driver",
+    )
+    if os.environ.get("JAX_WEBGPU_RECORD"):
+        promises.where()  # before any test changes what there is
 
 
 def pytest_addoption(parser):
@@ -60,10 +68,12 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(trylast=True)  # of what -k leaves
 def pytest_collection_modifyitems(config, items):
-    halves = {item for item in items if item.get_closest_marker("halves")}
-    if halves and not has_halves():
-        config.hook.pytest_deselected(items=[*halves])
-        items[:] = [item for item in items if item not in halves]
+    marked = {item: [name for name in NEEDED if item.get_closest_marker(name)] for item in items}
+    there = {name: NEEDED[name]() for name in {*chain.from_iterable(marked.values())}}
+    absent = [item for item in items if not all(there[name] for name in marked[item])]
+    if absent:
+        config.hook.pytest_deselected(items=absent)
+        items[:] = [item for item in items if item not in absent]
     most = config.getoption("each")
     if most is None:
         return
@@ -78,10 +88,24 @@ def pytest_collection_modifyitems(config, items):
     items[:] = [item for item in items if item in kept]
 
 
-def has_halves():
+def adapter():
+    """None where there is none: what needs one fails by itself."""
     with contextlib.suppress(jax_webgpu.AdapterError), warnings.catch_warnings(action="ignore"):
-        return jax_webgpu.device_info().capabilities.has("shader-f16")
-    return True  # what needs an adapter fails by itself
+        return jax_webgpu.device_info()
+
+
+def has_halves():
+    found = adapter()
+    return found is None or found.capabilities.has("shader-f16")
+
+
+def is_software():
+    found = adapter()
+    return found is None or found.kind == "CPU"
+
+
+# By marker, whether there is what such tests need.
+NEEDED = {"halves": has_halves, "software": is_software}
 
 
 @pytest.hookimpl(wrapper=True)
@@ -98,8 +122,8 @@ def pytest_runtest_makereport(item, call):
 
 
 def _record(promise, report):
-    """Writes what `promises.table` is made of."""
-    if promise not in PROMISES:
+    """Writes what `promises.update` reads."""
+    if promise not in promises.PROMISES:
         raise pytest.UsageError(f"{report.nodeid} holds an unknown promise: {promise}")
     if path := os.environ.get("JAX_WEBGPU_RECORD"):
         line = {
@@ -107,6 +131,7 @@ def _record(promise, report):
             "test": report.nodeid,
             "outcome": report.outcome,
             "figures": dict(report.user_properties),
+            "run": promises.where(),
         }
         with open(path, "a") as file:
             file.write(json.dumps(line) + "\n")

@@ -2,18 +2,26 @@
 
 A test says which promise it holds by `@pytest.mark.promise("leaving")`, and what it went through by
 pytest's `record_property("calls", 240)`. Where JAX_WEBGPU_RECORD names a file, `conftest.py` writes
-a line there for each such test. `./dev reliability` runs them in the long form; this module then
-adds what the lines say to `docs/reliability.json`, in place of what an earlier run with the same
-adapter said of the same promise, and makes the table of `docs/reliability.md` of that file.
+a line there for each such test, and with which adapter and when. `./dev reliability` runs them in
+the long form. This module then adds what the lines say to `docs/reliability.json`, in place of what
+an earlier run with the same adapter said of the same promise, and makes the table of
+`docs/reliability.md` of that file. The lines may come from another machine:
+
+    JAX_WEBGPU_RECORD=run.jsonl JAX_WEBGPU_STRESS=10 python -m pytest -n auto -m promise  # there
+    python tests/promises.py run.jsonl  # here
 
 Figures of one name add up, over the tests of a promise; those that begin with "most" do not.
 """
 
 import datetime
+import functools
 import json
+import os
 import pathlib
 import re
 import sys
+import warnings
+from collections import defaultdict
 
 from stress import SCALE
 
@@ -106,31 +114,51 @@ def _figure(name, value):
     return f"{value:,} {what}{' at most' if most else ''}"
 
 
-def update(record):
-    """Adds a file of recorded lines to the two documents."""
-    lines = [json.loads(line) for line in pathlib.Path(record).read_text().splitlines()]
+def update(*records):
+    """Adds files of recorded lines to the two documents."""
+    texts = [pathlib.Path(record).read_text() for record in records]
     stored, document = DOCS / "reliability.json", DOCS / "reliability.md"
     runs = json.loads(stored.read_text()) if stored.exists() else {}
-    adapter, versions = _where()
-    about = {"date": datetime.date.today().isoformat(), "times": SCALE, "with": versions}
-    for name in PROMISES:
-        if own := [line for line in lines if line["promise"] == name]:
-            runs.setdefault(name, {})[adapter] = summed(own) | about
+    runs = merged(runs, [json.loads(line) for text in texts for line in text.splitlines()])
     stored.write_text(json.dumps(runs, indent=1) + "\n")
     text = document.read_text()
     before, after = text[: text.index(BEGIN)], text[text.index(END) :]
     document.write_text(f"{before}{BEGIN}\n{table(runs)}\n{after}")
 
 
-def _where():
+def merged(runs, lines):
+    """What `table` shows, after the run or the runs that the lines are of."""
+    new = {name: dict(runs.get(name, {})) for name in PROMISES}
+    for name, own in new.items():
+        by_adapter = defaultdict(list)
+        for line in lines:
+            if line["promise"] == name:
+                by_adapter[line["run"]["adapter"]].append(line)
+        for adapter, recorded in by_adapter.items():
+            run = max((line["run"] for line in recorded), key=lambda run: run["date"])
+            own[adapter] = summed(recorded) | {key: run[key] for key in ("date", "times", "with")}
+    return {name: own for name, own in new.items() if own}
+
+
+@functools.cache
+def where():
+    """With which adapter the tests run, when, and how many times the counts of CI."""
     import jax
     import wgpu
 
     import jax_webgpu
 
-    info = jax_webgpu.device_info()
-    versions = f"{info.driver}, JAX {jax.__version__}, wgpu {wgpu.__version__}"
-    return info.name.partition(" (")[0], versions
+    with warnings.catch_warnings(action="ignore"):  # that it is no GPU
+        info = jax_webgpu.device_info()
+    name = info.name.partition(" (")[0]
+    versions = info.driver, f"JAX {jax.__version__}", f"wgpu {wgpu.__version__}"
+    driver = os.environ.get("JAX_WEBGPU_DRIVER")  # whose adapter may be called as the system's is
+    return {
+        "adapter": f"{name} ({driver})" if driver else name,
+        "date": datetime.date.today().isoformat(),
+        "times": SCALE,
+        "with": ", ".join(filter(None, versions)),
+    }
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
 """The device: which adapter is taken, what is cached and pooled, what an error leaves behind."""
 
+import gc
 import json
 import sys
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -717,3 +719,13 @@ def test_eight_threads_on_one_device(hasty, fresh):
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(launches, range(8))) == list(range(8))
     assert gpu.counters["dispatches"] == 8 * 50
+
+
+def test_a_device_that_nothing_uses_is_dropped(each_driver, fresh):
+    """Nothing that is kept for ever keeps it: a driver may give only some dozens at a time."""
+    gpu = fresh()
+    assert_split_runs(gpu)
+    inner = weakref.ref(gpu._device)
+    del gpu
+    gc.collect()
+    assert inner() is None

@@ -105,7 +105,7 @@ def test_no_fence_where_nothing_crosses(run_snippet):
 
 # A timer's signal, with the handler of Ctrl-C, comes at any time of a call. The next call is right.
 INTERRUPTED = """
-import json, logging, random, signal
+import json, logging, random, re, signal
 from collections import Counter
 
 logging.disable()  # JAX logs what a callback raises
@@ -119,13 +119,29 @@ for name, f in ways.items():
         assert right(name, f(x), x)
 seen, rng = Counter(), random.Random({seed})
 
-def jax_cache_is_broken(error):
-    # Interrupted while it makes an entry, a cache of JAX's takes what needs it for a recursion.
-    broken = isinstance(error, RecursionError) and "Recursively calling <weakref" in str(error)
-    if broken:
-        jax.clear_caches()
-    return broken
+def jax_is_broken(error):
+    # Whether the interrupt of an earlier call left JAX's own state half changed; it is mended here.
+    if isinstance(error, RecursionError) and "Recursively calling <weakref" in str(error):
+        jax.clear_caches()  # an entry was being made: what needs it is taken for a recursion
+    elif is_of_no_trace(error) and is_of_no_trace(raised_by_plain_jax()):
+        # The thread's trace was taken away, as each bind does, and not put back.
+        contexts.append(jax.core.eval_context())
+        contexts[-1].__enter__()
+    else:
+        return False
+    return True
 
+def is_of_no_trace(error):
+    text = "'NoneType' object has no attribute '(stage_value|process_primitive|requires_low)'"
+    return isinstance(error, AttributeError) and re.fullmatch(text, str(error)) is not None
+
+def raised_by_plain_jax():
+    try:
+        jax.lax.neg(one)
+    except AttributeError as error:
+        return error
+
+one, contexts = jnp.ones(()), []
 for i in range({count}):
     name, (x, most) = ("split", "rotary")[i % 2], arguments[i // 2 % len(arguments)]
     try:
@@ -134,15 +150,15 @@ for i in range({count}):
             jax.block_until_ready(ways[name](x))
         except Exception as error:
             seen[type(error).__name__] += 1
-            assert "KeyboardInterrupt" in str(error) or jax_cache_is_broken(error), error
+            assert "KeyboardInterrupt" in str(error) or jax_is_broken(error), error
         signal.setitimer(signal.ITIMER_REAL, 0)
     except KeyboardInterrupt:
         seen["KeyboardInterrupt"] += 1
     try:
         y = ways[name](x)
-    except RecursionError as error:
-        assert jax_cache_is_broken(error), error
-        seen["RecursionError"] += 1
+    except (RecursionError, AttributeError) as error:
+        assert jax_is_broken(error), error
+        seen[type(error).__name__] += 1
         y = ways[name](x)
     assert right(name, y, x), (name, x.shape, i)
 gpu = jax_webgpu.device.get()
@@ -162,10 +178,10 @@ def test_a_signal_at_any_time(callback, jitted, run_snippet, record_property):
     done = run_snippet(source, timeout=PATIENCE, JAX_WEBGPU_CALLBACK=callback, NPROC="16")
     assert done.returncode == 0, done.stderr
     seen = figures(done, lambda *_: None)
-    broken = seen.pop("RecursionError", 0)
-    record_property("of JAX's own caches broken by them", broken)
+    broken = seen.pop("RecursionError", 0) + seen.pop("AttributeError", 0)
+    record_property("of JAX's own caches and traces broken by them", broken)
     record_property("interrupts", sum(seen.values()))
-    assert seen["KeyboardInterrupt"] > 10 * broken
+    assert sum(seen.values()) > 10 * broken
     assert jitted or seen.keys() == {"KeyboardInterrupt"}
     assert seen.keys() <= {"KeyboardInterrupt", "JaxRuntimeError", "ValueError"}
 

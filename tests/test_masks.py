@@ -5,6 +5,7 @@ driver would refuse is refused here. Calls of every kind must come out right on 
 """
 
 import functools
+import gc
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -54,6 +55,7 @@ def environment(monkeypatch):
     yield say
     monkeypatch.undo()
     config.environment.cache_clear()
+    gc.collect()  # a driver may give a process no more than some dozens of devices
 
 
 @pytest.fixture

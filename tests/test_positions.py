@@ -5,6 +5,7 @@ In plain JAX, where nothing can be checked under `jax.jit`, such a token is NaNs
 """
 
 import re
+import signal
 from functools import partial
 
 import jax
@@ -204,7 +205,7 @@ def per_shard(call, x, ids):
 
 
 @place()
-def automatic_axes(call, x, ids):
+def automatic_axes(call, x, ids):  # over `pure` see SHARED
     sharding = jax.sharding.NamedSharding(mesh(AxisType.Auto), P("data"))
     return jax.jit(call)(*(jax.device_put(each, sharding) for each in (x, ids)))
 
@@ -231,10 +232,17 @@ def sentence(index, value, rows):
     )
 
 
+EVERYWHERE = [
+    pytest.param(callback, *where.values, id=f"{name}-{callback}")
+    for name, where in WHERE.items()
+    for callback in ("buffer", "pure")
+    if (name, callback) != ("automatic_axes", "pure")
+]
+
+
 @pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("callback", ["buffer", "pure"])
-@pytest.mark.parametrize(("f", "index"), WHERE.values())
-def test_the_message_is_the_same_everywhere(f, index, callback, rows, record_property):
+@pytest.mark.parametrize(("callback", "f", "index"), EVERYWHERE)
+def test_the_message_is_the_same_everywhere(callback, f, index, rows, record_property):
     ids = GOOD.astype(np.int32)
     with jax_webgpu.configure(callback=callback):
         x, good = jax.block_until_ready((jnp.asarray(X), jnp.asarray(ids)))
@@ -246,6 +254,58 @@ def test_the_message_is_the_same_everywhere(f, index, callback, rows, record_pro
         f(call_with(rows), x, good)  # the next call works
         y = jax.jit(call_with(rows))(x, good)
         oracle.assert_rotary_embedding(y, X, *caches(rows), GOOD)
+
+
+# Of four devices one refuses, and the others wait for what it was to give: XLA ends the process,
+# after a minute if it is not told another time, or it raises the error.
+SHARED = """
+import os
+os.environ["XLA_FLAGS"] = (
+    "--xla_force_host_platform_device_count=4"
+    " --xla_cpu_collective_call_warn_stuck_timeout_seconds=1"
+    " --xla_cpu_collective_call_terminate_timeout_seconds=2"
+)
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+import jax_webgpu
+
+mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+cos = np.ones((5, 4), np.float32)
+ids = np.zeros((4, 3), np.int32)
+ids[2, 1] = 7
+x, ids = (
+    jax.device_put(each, NamedSharding(mesh, P("data")))
+    for each in (np.ones((4, 2, 3, 8), np.float32), ids)
+)
+
+def call(x, ids):
+    return jax_webgpu.rotary_embedding(x, cos, cos, ids)
+
+def summed(call):
+    spec = P("data")
+    f = lambda x, ids: jax.lax.psum(call(x, ids), "data")
+    return jax.shard_map(f, mesh=mesh, in_specs=(spec, spec), out_specs=P())
+
+f = {f}
+print(jax.block_until_ready(jax.jit(f)(x, ids)))
+"""
+
+
+@pytest.mark.parametrize(
+    ("f", "callback", "index"),
+    [
+        ("lambda x, ids: call(x, ids) * 2", "pure", "2, 1"),
+        ("summed(call)", "pure", "0, 1"),
+        ("summed(call)", "buffer", "0, 1"),
+        ("summed(jax_webgpu.fuse(lambda x, ids: call(x * 2, ids)))", "buffer", "0, 1"),
+    ],
+)
+def test_it_is_told_where_other_devices_wait(f, callback, index, run_snippet, record_property):
+    done = run_snippet(SHARED.format(f=f), JAX_WEBGPU_CALLBACK=callback, NPROC="16")
+    assert done.returncode in (1, -signal.SIGABRT), done.stderr
+    assert done.stdout == ""
+    assert re.search(sentence(index, 7, 5), done.stderr)
+    record_property("calls refused", 1)
 
 
 @pytest.mark.parametrize("rows", ROWS)

@@ -4,7 +4,7 @@ import json
 import pathlib
 import re
 
-from promises import BEGIN, DOCS, END, PROMISES, summed, table
+from promises import BEGIN, DOCS, END, PROMISES, merged, summed, table, where
 
 TESTS = pathlib.Path(__file__).parent
 RUNS = json.loads((DOCS / "reliability.json").read_text())
@@ -49,3 +49,37 @@ def test_figures_add_up():
     assert sum(line.endswith(row) for line in table(runs).splitlines()) == 1
     assert table(runs).count("| not run |") == len(PROMISES) - 1
     assert table(runs).endswith("* a GPU: a driver")
+
+
+def test_lines_of_another_machine_are_merged():
+    """In place of an earlier run with that adapter; what was run with others stays."""
+
+    def line(adapter, test, date="2026-02-03"):
+        run = {"adapter": adapter, "date": date, "times": 2, "with": "a driver"}
+        return {"promise": "idle", "test": f"tests/test_a.py::{test}", "outcome": "passed",
+                "figures": {"calls": 1}, "run": run}  # fmt: skip
+
+    def shown(*tests, date="2026-02-03"):
+        return {"tests": [f"test_a.py::{test}" for test in tests], "held": True,
+                "figures": {"calls": len(tests)}, "date": date, "times": 2,
+                "with": "a driver"}  # fmt: skip
+
+    before = {"idle": {"a GPU": {}, "another": {}}, "locks": {"a GPU": {}}}
+    lines = [line("a GPU", "c"), line("a GPU", "b", "2026-02-04"), line("a third", "b")]
+    assert merged(before, lines) == {
+        "locks": {"a GPU": {}},
+        "idle": {
+            "a GPU": shown("b", "c", date="2026-02-04"),
+            "another": {},
+            "a third": shown("b"),
+        },
+    }
+    assert merged(RUNS, []) == RUNS
+
+
+def test_a_driver_that_is_named_has_rows_of_its_own(monkeypatch):
+    """Two Mesas have adapters of one name."""
+    monkeypatch.delenv("JAX_WEBGPU_DRIVER", raising=False)
+    plain = where.__wrapped__()
+    monkeypatch.setenv("JAX_WEBGPU_DRIVER", "backports")
+    assert where.__wrapped__() == plain | {"adapter": f"{plain['adapter']} (backports)"}
