@@ -46,8 +46,7 @@ def rotary_embedding(
         y[b] = x[a] * sin[p, i] + x[b] * cos[p, i]
 
     where `a, b = i, i + r/2`, or `2*i, 2*i + 1` if interleaved. The rotation is computed in float32
-    and rounded once. Elements from `r` on are copied bit for bit; but where x is converted on the
-    way (float16 with caches of another dtype) a NaN may come out as another NaN.
+    and rounded once. Elements from `r` on are copied bit for bit, signalling NaNs too.
 
     Args:
       x: float32, float16 or bfloat16, (batch, num_heads, sequence, head_size); or (batch, sequence,
@@ -88,9 +87,9 @@ def rotary_embedding(
         cos, sin = cos[0], sin[0]
         batch, rows = x.shape[0], cos.shape[0]
         positions = [jnp.broadcast_to(jnp.arange(rows, dtype=np.int32), (batch, rows))]
-    operands = [x.astype(own), cos.astype(dtype), sin.astype(dtype), *positions]
+    operands = [primitive.convert(x, own), cos.astype(dtype), sin.astype(dtype), *positions]
     (y,) = _rotary.bind(operands, tuple(attributes.items()))
-    return y.astype(x.dtype)
+    return primitive.convert(y, x.dtype)
 
 
 def rotary_cache(
@@ -399,7 +398,7 @@ class Rules:
         """
         x, cos, sin, *ids = operands
         if x.dtype == jnp.bfloat16 and not _is_packed(call, x, cos):
-            x = x.astype(jnp.float32)
+            x = primitive.convert(x, "float32")
         if not ids or cos.ndim == 3 or ids[0].size >= cos.shape[0]:
             return call, [x, cos, sin, *ids]
         rows = dict(call.static).get("rows", cos.shape[0])
@@ -411,11 +410,12 @@ class Rules:
     @staticmethod
     def reference(call: Call, *operands: Any) -> Sequence[Any]:
         x, *caches = operands[:3]
-        pairs, tail = _pairs(call, x, _width(caches[0]))
-        a, b = (each.astype(jnp.float32) for each in pairs)
+        (a, b), tail = _pairs(call, primitive.convert(x, "float32"), _width(caches[0]))
         c, s = (_by_token(call, cache.astype(jnp.float32), operands[3:]) for cache in caches)
-        rotated = _unpaired(call, (a * c - b * s, a * s + b * c)).astype(x.dtype)
-        return [jnp.concatenate([rotated, tail], axis=-1).reshape(x.shape)]
+        rotated = _unpaired(call, (a * c - b * s, a * s + b * c))
+        # Joined in float32: XLA converts bfloat16 for it, and back in its own way.
+        whole = jnp.concatenate([rotated, tail], axis=-1).reshape(x.shape)
+        return [primitive.convert(whole, x.dtype)]
 
     @staticmethod
     def partition(

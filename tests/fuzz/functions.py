@@ -246,7 +246,8 @@ def _run(value: dict[str, Any]) -> str:
 
 def _mapped(call: Callable[[dict[str, Any]], Any], moving: dict[str, Any]) -> list[Any]:
     """The results of a call for a batch of two that are the same."""
-    both = jnp.stack([moving["x"], moving["x"]])
+    x = moving["x"]
+    both = jnp.broadcast_to(x, (2, *x.shape))  # to stack bfloat16 XLA converts it
     found = jax.vmap(lambda x: call({**moving, "x": x}))(both)
     return [jax.tree.map(lambda each, at=at: each[at], found) for at in range(2)]
 

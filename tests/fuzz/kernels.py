@@ -307,6 +307,7 @@ def _load(value: dict[str, Any]) -> str:
     options = {key: decode(each) for key, each in value["options"].items()}
     kinds = (CallError, DTypeError, SpecError, HubError, MissingExtraError)
     names = ("source", *OPTIONS, "folder", "repository", "manifest.json", "tunable")
+    names += ("WORKGROUP_SIZE",)
     try:
         loaded = jax_webgpu.load_kernel(where, **options)
     except Exception as error:
