@@ -418,6 +418,7 @@ def test_scalar(run):
         ("scalar", {"dtype": np.float32(1)}, TypeError, [r"\bdtype\b", r"\bfloat32\b"]),
         ("memory", {"max_positions": 2**50}, ValueError, [r"\bmax_positions\b", "memory"]),
         ("sizes", {"max_positions": 2**62}, ValueError, [r"\bmax_positions\b", "memory"]),
+        ("wrapped", {"max_positions": 2**63}, ValueError, [r"\bmax_positions\b", "memory"]),
     ]
 )
 def test_rotary_cache(changes, error, patterns):

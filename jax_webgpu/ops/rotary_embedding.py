@@ -5,6 +5,7 @@ Rotary position embedding is from Su et al., RoFormer, https://arxiv.org/abs/210
 
 import functools
 import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -123,6 +124,8 @@ def rotary_cache(
         raise CallError(f"base is {base}; expected a positive number")
     kind = _float_type(dtype)
     try:
+        if max(rows, width) > sys.maxsize:  # `arange` would wrap around, and give no rows
+            raise MemoryError
         frequencies = float(base) ** (-np.arange(0, width, 2, dtype=np.float64) / max(width, 1))
         angles = np.arange(rows, dtype=np.float64)[:, None] * frequencies
     except (MemoryError, ValueError):  # the latter where the size itself is beyond NumPy's

@@ -175,7 +175,11 @@ def _of(name: str, dtypes: tuple[str, ...]) -> Any:
         own = ATTRIBUTES.get(name, {})
         judge.known(arguments, " ".join(INPUTS[name]), " ".join([*own, "outputs"]))
         _outputs(arguments.get("outputs"), judge)
-        arrays = _inputs([arguments[port] for port in INPUTS[name]], judge)
+        values = [arguments[port] for port in INPUTS[name]]
+        if name == "rms_norm":  # each of a dtype of its own
+            arrays = [array for value in values for array in _inputs([value], dtypes, judge)]
+        else:
+            arrays = _inputs(values, dtypes, judge)
         for array in arrays:
             judge.need(array.dtype.name in dtypes)
         if name != "rms_norm":
@@ -193,17 +197,16 @@ def _of(name: str, dtypes: tuple[str, ...]) -> Any:
     return model
 
 
-def _inputs(values: list[Any], judge: Judge) -> list[np.ndarray]:
-    """The arrays; a number has the dtype of the others."""
+def _inputs(values: list[Any], dtypes: tuple[str, ...], judge: Judge) -> list[np.ndarray]:
+    """The arrays; a number, and an array whose type is weak, has the dtype of the others."""
     for value in values:  # a key is no array of its words
         judge.need(not jnp.issubdtype(getattr(value, "dtype", None), jax.dtypes.prng_key))
-    numbers = [isinstance(value, bool | int | float) for value in values]
-    arrays = [
-        None if is_number else judge.array(value)
-        for value, is_number in zip(values, numbers, strict=True)
-    ]
-    dtype = next((each.dtype for each in arrays if each is not None), np.dtype("float32"))
-    judge.doubtful |= any(numbers)
+    arrays = [None if _is_weak(value) else judge.array(value) for value in values]
+    weak = [np.asarray(value) for value in values if _is_weak(value)]
+    judge.doubtful |= bool(weak)
+    whole = "int32" in dtypes and not any(each.dtype.kind == "f" for each in weak)
+    natural = np.dtype("int32" if whole else "float32")
+    dtype = next((each.dtype for each in arrays if each is not None), natural)
     for at, value in enumerate(values):
         if arrays[at] is None:
             try:
@@ -211,6 +214,12 @@ def _inputs(values: list[Any], judge: Judge) -> list[np.ndarray]:
             except (OverflowError, TypeError):
                 raise Refused from None
     return [each for each in arrays if each is not None]
+
+
+def _is_weak(value: Any) -> bool:
+    if isinstance(value, np.generic | np.ndarray):
+        return False
+    return isinstance(value, bool | int | float) or getattr(value, "weak_type", False)
 
 
 def _outputs(value: Any, judge: Judge) -> None:

@@ -240,10 +240,11 @@ def rotary_cache(arguments: Mapping[str, Any], judge: Judge) -> Callable[[Any], 
     judge.doubtful |= type(base) not in (int, float)
     judge.need(bool(0 < base < np.inf))
     dtype = arguments.get("dtype", "float32")
+    judge.need(not isinstance(dtype, jax.Array | np.ndarray | np.generic))
     judge.doubtful |= not isinstance(dtype, str) or dtype not in ("float32", "float16", "bfloat16")
     try:
         judge.need(jnp.issubdtype(dtype, jnp.floating))
-    except TypeError:
+    except (TypeError, ValueError, SyntaxError):  # the last of what NumPy reads as Python
         raise Refused from None
 
     def check(caches: Any) -> None:
