@@ -94,6 +94,8 @@ def traced(*shape):
 
 TAIL = array("bfloat16", (1, 1, 128), "bits")
 STACKED = array("bfloat16", (1000, 2), "bits")
+POSITIONS = array("int32", (1, 1)) | {"positions": 1, "at": [(0, 1)]}
+EMPTY = {"x": array("float32", (1, 0, 1, 2)), **caches("float32", 1, 1), "position_ids": POSITIONS}
 WEAK = {"odd": "JAX array of rank 0"}
 # Of each a target and its input, as `--replay` runs them; and what is to come of it.
 FOUND = {
@@ -105,6 +107,7 @@ FOUND = {
     "signalling NaNs in a batch": (*call("split", "vmap", x=STACKED, num_outputs=1), "right"),
     "traced under vmap": (*traced(1, 1, 1, 2), "DTypeError"),
     "traced under vmap, and empty": (*traced(0, 0, 0, 0), "DTypeError"),
+    "positions of a call that XLA leaves out": (*call("rotary_embedding", "jit", **EMPTY), "right"),
     "an array as dtype": (
         *call("rotary_cache", max_positions=1, rotary_dim=2, dtype=array("float32", (2,))),
         "DTypeError",

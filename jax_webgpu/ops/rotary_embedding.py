@@ -61,7 +61,7 @@ def rotary_embedding(
       position_ids: the cache row of each position, int32, uint32 or int64 of (batch, sequence).
         Every value is checked against the rows: concrete ones before anything runs. Where nothing
         can be checked, under `jax.jit` in plain JAX (see `configure`), one without a row gives
-        NaNs.
+        NaNs; and a jitted call whose result has no elements XLA may leave out, with its check.
       interleaved: False pairs the first half of a head with the second, as GPT-NeoX and Hugging
         Face's models do (Llama's too, whose weights are permuted for it); True pairs neighbours,
         as RoFormer and Meta's own Llama code do.
