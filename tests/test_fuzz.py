@@ -137,6 +137,7 @@ FOUND = {
         *kernel("rms_norm", x=array("float16", (1,)), weight=WEAK),
         "right",
     ),
+    "a number that is none": (*kernel("add", a={"odd": "nan"}, b=array("float32", ())), "right"),
     "a tunable that is no number": (
         "kernels",
         {"load": "add", "options": {"tunables": {"WORKGROUP_SIZE": "a"}}},

@@ -47,7 +47,9 @@ def rotary_embedding(
         y[b] = x[a] * sin[p, i] + x[b] * cos[p, i]
 
     where `a, b = i, i + r/2`, or `2*i, 2*i + 1` if interleaved. The rotation is computed in float32
-    and rounded once. Elements from `r` on are copied bit for bit, signalling NaNs too.
+    and rounded once. Elements from `r` on are copied bit for bit, signalling NaNs too. (What XLA
+    itself converts before it comes here is out of reach: bfloat16 that is stacked, or gathered from
+    several devices, on its CPU platform.)
 
     Args:
       x: float32, float16 or bfloat16, (batch, num_heads, sequence, head_size); or (batch, sequence,

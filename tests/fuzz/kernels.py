@@ -186,11 +186,14 @@ def _of(name: str, dtypes: tuple[str, ...]) -> Any:
             judge.need(len({array.dtype.name for array in arrays}) == 1)
         given = {key: arguments[key] for key in own if arguments.get(key) is not None}
         exact, error, dtype = _exact(name, arrays, given, judge)
+        # WGSL leaves open what NaNs and infinities give, and so does what overflows on the way.
+        moderate = all((abs(array) < 1e4).all() for array in arrays if array.dtype.kind == "f")
 
         def check(found: Any) -> None:
-            if str(found.dtype) != dtype:
-                raise Wrong(f"{found.dtype}, expected {dtype}")
-            kernel_oracle.check(np.asarray(found), exact, error)
+            if (str(found.dtype), found.shape) != (dtype, exact.shape):
+                raise Wrong(f"{found.dtype}{found.shape}, expected {dtype}{exact.shape}")
+            if moderate:
+                kernel_oracle.check(np.asarray(found), exact, error)
 
         return check
 
