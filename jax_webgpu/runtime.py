@@ -233,7 +233,8 @@ def to_storage(array: np.ndarray, buffer: Buffer) -> np.ndarray:
                 f"{buffer.name}[{index}] = {array.reshape(-1)[at]}, outside of {low} to {high}"
             )
     stored = np.ascontiguousarray(array, target).reshape(array.shape)
-    _keep_nans(array, stored)
+    if array.dtype != target:
+        _keep_nans(array, stored)
     return stored
 
 
