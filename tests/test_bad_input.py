@@ -410,6 +410,7 @@ def test_scalar(run):
         ("positions", {"max_positions": -1}, ValueError, [r"\bmax_positions\b", r"-1\b"]),
         ("base", {"base": -1.0}, ValueError, [r"\bbase\b", r"-1\.0"]),
         ("endless", {"base": np.inf}, ValueError, [r"\bbase\b", "inf"]),
+        ("huge", {"base": 10**400}, ValueError, [r"\bbase\b", "positive"]),
         ("text", {"base": "1"}, TypeError, [r"\bbase\b", "number", r"\bstr\b"]),
         ("dtype", {"dtype": "int32"}, TypeError, [r"\bdtype\b", r"\bfloat32\b", r"\bint32\b"]),
         ("no-dtype", {"dtype": array(2)}, TypeError, [r"\bdtype\b", r"\bfloat32\b", "array"]),

@@ -95,6 +95,8 @@ def traced(*shape):
 TAIL = array("bfloat16", (1, 1, 128), "bits")
 STACKED = array("bfloat16", (1000, 2), "bits")
 POSITIONS = array("int32", (1, 1)) | {"positions": 1, "at": [(0, 1)]}
+KEY = array("key", ())
+TURNED = {"x": array("float32", (1, 1, 1, 2)), **caches("float32", 1, 1, 1)}
 EMPTY = {"x": array("float32", (1, 0, 1, 2)), **caches("float32", 1, 1), "position_ids": POSITIONS}
 WEAK = {"odd": "JAX array of rank 0"}
 # Of each a target and its input, as `--replay` runs them; and what is to come of it.
@@ -108,6 +110,20 @@ FOUND = {
     "traced under vmap": (*traced(1, 1, 1, 2), "DTypeError"),
     "traced under vmap, and empty": (*traced(0, 0, 0, 0), "DTypeError"),
     "positions of a call that XLA leaves out": (*call("rotary_embedding", "jit", **EMPTY), "right"),
+    "a key": (*call("rotary_embedding", **TURNED, interleaved=KEY), "CallError"),
+    "keys": (*call("rotary_embedding", **TURNED, interleaved=array("key", (1,))), "CallError"),
+    "a boolean array": (
+        *call("rotary_embedding", **TURNED, interleaved=array("bool", ())),
+        "right",
+    ),
+    "keys as sizes": (
+        *call("split", "jit", x=array("float32", (4,)), split=array("key", (1,))),
+        "DTypeError",
+    ),
+    "a base that is no float": (
+        *call("rotary_cache", max_positions=1, rotary_dim=2, base={"odd": "huge"}),
+        "CallError",
+    ),
     "an array as dtype": (
         *call("rotary_cache", max_positions=1, rotary_dim=2, dtype=array("float32", (2,))),
         "DTypeError",

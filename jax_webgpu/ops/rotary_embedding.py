@@ -18,7 +18,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jax_webgpu import primitive
 from jax_webgpu.capabilities import Capabilities
 from jax_webgpu.errors import CallError, DTypeError
-from jax_webgpu.ops.common import array, fit_tunables, integer, is_concrete, tunables
+from jax_webgpu.ops.common import array, fit_tunables, integer, is_concrete, is_key, tunables
 from jax_webgpu.primitive import Call, Spec
 from jax_webgpu.resolve import Pairs, Resolved, Tensor, resolve
 from jax_webgpu.runtime import Arrays, Operator
@@ -122,13 +122,17 @@ def rotary_cache(
     if width < 0 or width % 2:
         raise CallError(f"rotary_dim is {width}; expected an even number, 0 or more")
     _check_number(base, "base")
-    if not 0 < base < np.inf:
+    try:
+        radix = float(base)
+    except OverflowError:  # an int
+        radix = np.inf
+    if not 0 < radix < np.inf:
         raise CallError(f"base is {base}; expected a positive number")
     kind = _float_type(dtype)
     try:
         if max(rows, width) > sys.maxsize:  # `arange` would wrap around, and give no rows
             raise MemoryError
-        frequencies = float(base) ** (-np.arange(0, width, 2, dtype=np.float64) / max(width, 1))
+        frequencies = radix ** (-np.arange(0, width, 2, dtype=np.float64) / max(width, 1))
         angles = np.arange(rows, dtype=np.float64)[:, None] * frequencies
     except (MemoryError, ValueError):  # the latter where the size itself is beyond NumPy's
         raise CallError(
@@ -141,7 +145,9 @@ def rotary_cache(
 
 
 def _check_number(value: Any, name: str) -> None:
-    if isinstance(value, jax.core.Tracer) or not isinstance(value, int | float | np.number):
+    if isinstance(value, jax.core.Tracer) or not isinstance(
+        value, int | float | np.integer | np.floating
+    ):
         raise DTypeError(f"{name} must be a static number, got {type(value).__name__} {value!r}")
 
 
@@ -164,9 +170,9 @@ def _attributes(
     """The attributes in ONNX's form, each checked alone and against x."""
     if isinstance(interleaved, jax.core.Tracer):
         raise DTypeError("interleaved must be static, got a traced value")
-    if isinstance(interleaved, jax.Array):  # a comparison would be traced too
-        interleaved = np.asarray(interleaved)
-    if np.ndim(interleaved) or interleaved not in (0, 1):
+    if isinstance(interleaved, jax.Array) and not is_key(interleaved):
+        interleaved = np.asarray(interleaved)  # a comparison would be traced too
+    if is_key(interleaved) or np.ndim(interleaved) or interleaved not in (0, 1):
         raise CallError(f"interleaved is {interleaved!r}; expected True or False")
     width = integer(rotary_embedding_dim, "rotary_embedding_dim")
     attributes = {"interleaved": int(interleaved), "rotary_embedding_dim": width}
