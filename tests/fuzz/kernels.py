@@ -188,6 +188,7 @@ def _of(name: str, dtypes: tuple[str, ...]) -> Any:
         exact, error, dtype = _exact(name, arrays, given, judge)
         # WGSL leaves open what NaNs and infinities give, and so does what overflows on the way.
         moderate = all((abs(array) < 1e4).all() for array in arrays if array.dtype.kind == "f")
+        moderate &= 0 < given.get("epsilon", 1) < 1e4
 
         def check(found: Any) -> None:
             if (str(found.dtype), found.shape) != (dtype, exact.shape):
@@ -225,19 +226,29 @@ def _is_weak(value: Any) -> bool:
     return isinstance(value, bool | int | float) or getattr(value, "weak_type", False)
 
 
+def is_key(value: Any) -> bool:
+    return jnp.issubdtype(getattr(value, "dtype", None), jax.dtypes.prng_key)
+
+
 def _outputs(value: Any, judge: Judge) -> None:
     """The one output may be named, and nothing else."""
-    judge.doubtful |= value is not None and not (isinstance(value, str | list) and "y" in value)
+    is_name = isinstance(value, str) and "y" in value
+    is_list = isinstance(value, list) and any(isinstance(each, str) for each in value)
+    judge.doubtful |= value is not None and not (is_name or (is_list and "y" in value))
 
 
 def _integer(value: Any, judge: Judge) -> int:
+    judge.need(not is_key(value))
     if isinstance(value, bool | np.bool_ | float | np.floating) and float(value).is_integer():
         judge.doubtful = True
         return int(value)
     if isinstance(value, np.ndarray | jax.Array) and value.ndim == 0:
         judge.doubtful = True
         return _integer(value.item(), judge)
-    judge.need(isinstance(value, int | np.integer))
+    if isinstance(value, np.generic) and "int" in value.dtype.name:  # of fewer bits than a byte too
+        judge.doubtful = True
+        return int(value)
+    judge.need(isinstance(value, int))
     judge.doubtful |= type(value) is not int
     return int(value)
 
@@ -259,13 +270,14 @@ def _exact(
         judge.need(given["approximate"] in ("none", "tanh"))
     if "epsilon" in given:
         epsilon = given["epsilon"]
+        judge.need(not is_key(epsilon) and not isinstance(epsilon, str | list | tuple))
         judge.doubtful |= type(epsilon) is not float or not 0 < epsilon < 1
-        judge.need(not isinstance(epsilon, str | list | tuple))
         try:
             given["epsilon"] = float(epsilon)
-        except (TypeError, ValueError, OverflowError):
+        except OverflowError:
+            given["epsilon"] = math.inf
+        except (TypeError, ValueError):
             raise Refused from None
-        judge.need(math.isfinite(given["epsilon"]))
     if name == "rms_norm":
         judge.need(arrays[1].ndim <= x.ndim)
         try:
