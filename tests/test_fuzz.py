@@ -96,6 +96,7 @@ TAIL = array("bfloat16", (1, 1, 128), "bits")
 STACKED = array("bfloat16", (1000, 2), "bits")
 POSITIONS = array("int32", (1, 1)) | {"positions": 1, "at": [(0, 1)]}
 KEY = array("key", ())
+ROW = array("float32", (4,))
 TURNED = {"x": array("float32", (1, 1, 1, 2)), **caches("float32", 1, 1, 1)}
 EMPTY = {"x": array("float32", (1, 0, 1, 2)), **caches("float32", 1, 1), "position_ids": POSITIONS}
 WEAK = {"odd": "JAX array of rank 0"}
@@ -154,6 +155,14 @@ FOUND = {
         "right",
     ),
     "a number that is none": (*kernel("add", a={"odd": "nan"}, b=array("float32", ())), "right"),
+    "a key as an attribute": (*kernel("softmax", x=ROW, axis=KEY), "DTypeError"),
+    "a long double": (*kernel("softmax", x=ROW, axis={"odd": "long double"}), "DTypeError"),
+    "four bits": (*kernel("softmax", x=ROW, axis=array("int4", ()) | {"form": "numpy"}), "right"),
+    "a large negative number": (*kernel("scan", x=-(2**63)), "CallError"),
+    "outputs that are arrays": (
+        *kernel("gelu", x=ROW, outputs={"odd": "list of arrays"}),
+        "CallError",
+    ),
     "a tunable that is no number": (
         "kernels",
         {"load": "add", "options": {"tunables": {"WORKGROUP_SIZE": "a"}}},
