@@ -8,6 +8,7 @@ import functools
 import math
 import re
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -66,6 +67,34 @@ ONNX_CODES = {
         start=1,
     )
 }
+
+
+# Bits of the exponent and of the fraction, of the floats that are converted to one another.
+_FIELDS = {"float32": (8, 23), "float16": (5, 10), "bfloat16": (8, 7)}
+
+
+def nan_bits(bits: Any, source: str, target: str) -> Any:
+    """The bits of NaNs of one float type as another's, signalling where they were.
+
+    A conversion, of NumPy's, XLA's or the processor's, makes NaNs quiet or all the same; what an
+    operator merely moves is to come back as it was.
+
+    Args:
+      bits: uint32, an array of NumPy's or JAX's; of elements that are no NaN nothing comes.
+      source: float32, and `target` float16 or bfloat16; or the other way round.
+      target: see `source`.
+
+    Returns:
+      The sign, and of the fraction the leading bits; if none of these is set it is a quiet NaN.
+    """
+    narrow = target if source == "float32" else source
+    exponent, fraction = _FIELDS[narrow]
+    dropped, most = 23 - fraction, (1 << fraction) - 1
+    if source == narrow:
+        return (bits & 0x8000) << 16 | 0x7F800000 | (bits & most) << dropped
+    rest = bits >> dropped & most
+    quiet = (rest == 0).astype(np.uint32) << (fraction - 1)
+    return bits >> 16 & 0x8000 | ((1 << exponent) - 1) << fraction | rest | quiet
 
 
 _SCALARS = {"f32": 4, "f16": 2, "i32": 4, "u32": 4, "f": 4, "h": 2, "i": 4, "u": 4}

@@ -454,7 +454,7 @@ class _Builder:
             made(name)
         elif name == "integer_pow":
             made(name, int(params["y"]))
-        elif name == "convert_element_type":
+        elif name in ("convert_element_type", "webgpu_convert"):
             made("convert")
         elif (name in _ALIASES and params.get("dimensions") is None) or name == "squeeze":
             made("reshape")

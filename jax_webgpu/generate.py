@@ -478,7 +478,10 @@ fn to_float16(x: f32) -> u32 {
   let bits = bitcast<u32>(x);
   let sign = (bits >> 16u) & 0x8000u;
   let rest = bits & 0x7fffffffu;
-  if (rest > 0x7f800000u) { return sign | 0x7e00u; }
+  if (rest > 0x7f800000u) {
+    let kept = (rest >> 13u) & 0x3ffu;
+    return sign | 0x7c00u | select(kept, 0x200u, kept == 0u);
+  }
   if (rest >= 0x477ff000u) { return sign | 0x7c00u; }
   if (rest >= 0x38800000u) {
     return sign | ((rest - 0x38000000u + 0xfffu + ((rest >> 13u) & 1u)) >> 13u);
@@ -494,7 +497,9 @@ fn to_float16(x: f32) -> u32 {
     "to_bfloat16": """\
 fn to_bfloat16(x: f32) -> u32 {
   let bits = bitcast<u32>(x);
-  if ((bits & 0x7fffffffu) > 0x7f800000u) { return (bits >> 16u) | 0x40u; }
+  if ((bits & 0x7fffffffu) > 0x7f800000u) {
+    return (bits >> 16u) | select(0u, 0x40u, (bits & 0x7f0000u) == 0u);
+  }
   return (bits + 0x7fffu + ((bits >> 16u) & 1u)) >> 16u;
 }""",
     "larger": """\

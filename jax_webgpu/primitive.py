@@ -14,13 +14,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, xla
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_webgpu import config, device, plan, variants
+from jax_webgpu import config, device, dtypes, plan, variants
 from jax_webgpu.capabilities import IDEAL
 from jax_webgpu.errors import CallError, DeviceError, LimitError, ShaderError
 from jax_webgpu.resolve import Pairs, Resolved, Tensor
@@ -343,7 +344,7 @@ def _cross(registered: Registered, on_cpu: bool, *arrays: Any, call: Call) -> Se
     dispatch = Dispatcher(registered.operator, resolved, call.static)
     host = functools.partial(_host, dispatch, call.placed)
     crossed = cross(call, on_cpu, host, results, *operands, *place, sharded=call.placed)
-    return [each.astype(result.dtype) for each, result in zip(crossed, wanted, strict=True)]
+    return [convert(each, result.dtype) for each, result in zip(crossed, wanted, strict=True)]
 
 
 def check_early(operator: Operator, static: Pairs, resolved: Resolved) -> None:
@@ -617,6 +618,37 @@ def _transpose(
         ad.Zero(aval) if aval is not None and result is None else result
         for result, aval in zip(results, linear, strict=True)
     ] + [None] * len(place)
+
+
+# ---- conversions --------------------------------------------------------------------------------
+
+
+def convert(x: Any, dtype: Any) -> Any:
+    """As `x.astype(dtype)`; but between float32 and a narrower float a NaN keeps its bits.
+
+    That is, what there is room for of them: see `dtypes.nan_bits`.
+    """
+    kinds = {str(x.dtype), str(dtype)}
+    if "float32" in kinds and kinds & {"float16", "bfloat16"}:
+        return _convert.bind(x, dtype=np.dtype(dtype))
+    return x.astype(dtype)
+
+
+def _converted(x: Any, *, dtype: np.dtype) -> Any:
+    own, new = (np.dtype(f"u{each.itemsize}") for each in (x.dtype, dtype))
+    bits = jax.lax.bitcast_convert_type(x, own).astype(np.uint32)
+    nans = dtypes.nan_bits(bits, str(x.dtype), str(dtype)).astype(new)
+    rest = jax.lax.bitcast_convert_type(x.astype(dtype), new)
+    return jax.lax.bitcast_convert_type(jnp.where(jnp.isnan(x), nans, rest), dtype)
+
+
+# A primitive, since bits have no derivative; and `fuse` knows it.
+_convert = Primitive("webgpu_convert")
+evaluate(_convert)
+_convert.def_abstract_eval(lambda x, dtype: x.update(dtype=dtype, weak_type=False))
+mlir.register_lowering(_convert, mlir.lower_fun(_converted, multiple_results=False))
+ad.deflinear2(_convert, lambda cotangent, x, dtype: [convert(cotangent, x.aval.dtype)])
+batching.defvectorized(_convert)
 
 
 # ---- memory -------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jax_webgpu import device, plan, program, resources, spec, wgsl
+from jax_webgpu import device, dtypes, plan, program, resources, spec, wgsl
 from jax_webgpu.capabilities import Capabilities
 from jax_webgpu.errors import CallError, DeviceError, LimitError, ShaderError
 from jax_webgpu.plan import Buffer
@@ -232,7 +232,10 @@ def to_storage(array: np.ndarray, buffer: Buffer) -> np.ndarray:
             raise CallError(
                 f"{buffer.name}[{index}] = {array.reshape(-1)[at]}, outside of {low} to {high}"
             )
-    return np.ascontiguousarray(array, target).reshape(array.shape)
+    stored = np.ascontiguousarray(array, target).reshape(array.shape)
+    if array.dtype != target:
+        _keep_nans(array, stored)
+    return stored
 
 
 def from_storage(landed: np.ndarray, out: np.ndarray, name: str) -> None:
@@ -254,6 +257,19 @@ def from_storage(landed: np.ndarray, out: np.ndarray, name: str) -> None:
             )
     with np.errstate(all="ignore"):  # float16 without shader-f16: beyond its range is infinity
         np.copyto(out, landed, casting="unsafe")
+    _keep_nans(landed, out)
+
+
+def _keep_nans(source: np.ndarray, target: np.ndarray) -> None:
+    """Between float16 and float32, gives a converted array the NaNs of its source."""
+    if {source.dtype.name, target.dtype.name} != {"float16", "float32"}:
+        return
+    nans = np.isnan(source)
+    if nans.any():
+        own, new = (np.dtype(f"u{each.dtype.itemsize}") for each in (source, target))
+        bits = source[nans].view(own).astype(np.uint32)
+        kept = dtypes.nan_bits(bits, source.dtype.name, target.dtype.name)
+        target[nans] = kept.astype(new).view(target.dtype)
 
 
 def _unchanged(ready: plan.Plan, stored: Arrays, landing: Arrays) -> None:

@@ -282,7 +282,7 @@ def counted(number: int) -> str:
     """A whole number as a message shows it, of any size."""
     if abs(number) < 10**18:
         return f"{number:,}"
-    return f"about 10^{math.log10(number):.0f}"
+    return f"about {'-' * (number < 0)}10^{math.log10(abs(number)):.0f}"
 
 
 def show(value: Any) -> str:

@@ -410,6 +410,7 @@ def test_scalar(run):
         ("positions", {"max_positions": -1}, ValueError, [r"\bmax_positions\b", r"-1\b"]),
         ("base", {"base": -1.0}, ValueError, [r"\bbase\b", r"-1\.0"]),
         ("endless", {"base": np.inf}, ValueError, [r"\bbase\b", "inf"]),
+        ("huge", {"base": 10**400}, ValueError, [r"\bbase\b", "positive"]),
         ("text", {"base": "1"}, TypeError, [r"\bbase\b", "number", r"\bstr\b"]),
         ("dtype", {"dtype": "int32"}, TypeError, [r"\bdtype\b", r"\bfloat32\b", r"\bint32\b"]),
         ("no-dtype", {"dtype": array(2)}, TypeError, [r"\bdtype\b", r"\bfloat32\b", "array"]),
@@ -418,6 +419,7 @@ def test_scalar(run):
         ("scalar", {"dtype": np.float32(1)}, TypeError, [r"\bdtype\b", r"\bfloat32\b"]),
         ("memory", {"max_positions": 2**50}, ValueError, [r"\bmax_positions\b", "memory"]),
         ("sizes", {"max_positions": 2**62}, ValueError, [r"\bmax_positions\b", "memory"]),
+        ("wrapped", {"max_positions": 2**63}, ValueError, [r"\bmax_positions\b", "memory"]),
     ]
 )
 def test_rotary_cache(changes, error, patterns):

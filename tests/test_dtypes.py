@@ -12,7 +12,7 @@ from calls import eighths, exact_inputs, public_function, ulp
 from cases import RotaryCase
 
 import jax_webgpu
-from jax_webgpu import device
+from jax_webgpu import device, primitive
 
 FLOATS = ("float32", "float16", "bfloat16")
 
@@ -157,29 +157,65 @@ def test_float64_caches_are_rounded_first(run):
     oracle.assert_same_bits(first, second)
 
 
-def every_bit_pattern(dtype):
-    """A tail of each of the 65,536 numbers that 16 bits make, beside one rotated pair."""
-    x = np.zeros((1, 1, 4096, 20), np.uint16)
-    x[..., 4:] = np.arange(65536).reshape(4096, 16)
+def every_bit_pattern(dtype, dim):
+    """A tail of each of the 65,536 numbers that 16 bits make, beside the elements to be rotated."""
+    x = np.zeros((1, 1, 4096, dim + 16), np.uint16)
+    x[..., dim:] = np.arange(65536).reshape(4096, 16)
     return x.view(jnp.dtype(dtype))
 
 
+def mapped(f):
+    """Of a batch that is broadcast: to stack bfloat16 XLA converts it."""
+    return lambda x, *caches: jax.vmap(lambda x: f(x, *caches))(jnp.broadcast_to(x, (2, *x.shape)))
+
+
+WAYS = {
+    "alone": lambda f: f,
+    "mapped": lambda f: lambda *arrays: mapped(f)(*arrays)[1],
+    # The conversions are in the group too.
+    "fused": lambda f: jax_webgpu.fuse(lambda x, *caches: jnp.flip(f(jnp.flip(x, 2), *caches), 2)),
+}
+
+
+@pytest.mark.parametrize("settings", [{}, {"overlays": False}, {"implementation": "reference"}])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dim", [4, 6])  # of bfloat16 only the first lies in words
 @pytest.mark.parametrize(
     ("dtype", "cache_dtype"),
     [("float16", "float16"), ("float16", "float32"), ("bfloat16", "bfloat16")],
     ids=str,
 )
-def test_tail_of_narrow_floats(dtype, cache_dtype, run):
-    """Copied bit for bit; but in a conversion a NaN may become another."""
-    x = every_bit_pattern(dtype)
-    caches = [np.ones((1, 4096, 2), jnp.dtype(cache_dtype))] * 2
-    f = partial(jax_webgpu.rotary_embedding, rotary_embedding_dim=4)
-    actual, tail = np.asarray(run(f, x, *caches))[..., 4:], x[..., 4:]
-    if dtype != cache_dtype:
-        is_nan = np.isnan(wide(tail))
-        assert is_nan.any() and np.isnan(wide(actual)[is_nan]).all()
-        actual, tail = actual[~is_nan], tail[~is_nan]
-    oracle.assert_same_bits(actual, tail)
+def test_tail_of_narrow_floats(dtype, cache_dtype, dim, way, settings, run):
+    """Copied bit for bit, also where x is converted on the way: signalling NaNs stay what they are.
+
+    A conversion of NumPy's, of XLA's and of the processor's makes them quiet.
+    """
+    x = every_bit_pattern(dtype, dim)
+    caches = [np.ones((1, 4096, dim // 2), jnp.dtype(cache_dtype))] * 2
+    f = partial(jax_webgpu.rotary_embedding, rotary_embedding_dim=dim)
+    with jax_webgpu.configure(**settings):
+        y = np.asarray(run(WAYS[way](f), x, *caches))
+    oracle.assert_same_bits(y[..., dim:], x[..., dim:])
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_rotated_nan_stays_one(dtype, run):
+    """Whatever its bits in float32 are, of which the narrower fraction has the leading ones."""
+    bits = np.array([[0x7F800001, 0xFF800FFF, 0x7FC00000, 0xFFFFFFFF]], np.uint32)
+    found = run(partial(primitive.convert, dtype=dtype), bits.view(np.float32))
+    assert found.dtype == dtype and np.isnan(wide(found)).all()
+    np.testing.assert_array_equal(np.signbit(wide(found)), [[False, True, False, True]])
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_conversion_has_the_derivative_of_one(dtype, run):
+    x = jnp.array([0.1, -3, 70], jnp.float32)
+    for f in (lambda x: x.astype(dtype), lambda x: primitive.convert(x, dtype)):
+        for g in (f, jax.vmap(f)):
+            y, back = jax.vjp(g, x)
+            assert (y.dtype, jax.jvp(g, [x], [x])[1].dtype) == (dtype, dtype)
+            (ct,) = back(y)
+            oracle.assert_same_bits(ct, x.astype(dtype).astype(np.float32))
 
 
 # --- a device without shader-f16 ----------------------------------------------------------------
@@ -225,13 +261,13 @@ def test_float16_with_and_without_shader_f16(run, monkeypatch):
 
 
 def test_float16_without_shader_f16_at_the_ends(run, without_f16):
-    """Overflow gives infinities, quietly; so do NaNs in a tail stay NaNs."""
+    """Overflow gives infinities, quietly; a tail has the bits that it had."""
     x = np.array([[[[60000, 60000, 1, 1]]]], np.float16)
     x.view(np.uint16)[..., 2:] = [0x7D15, 0x0001]  # a signalling NaN, a subnormal number
     one = np.ones((1, 1, 1), np.float16)
     y = np.asarray(run(partial(jax_webgpu.rotary_embedding, rotary_embedding_dim=2), x, one, one))
     assert (y[0, 0, 0, 0], y[0, 0, 0, 1]) == (0, np.inf)
-    assert np.isnan(y[0, 0, 0, 2]) and y.view(np.uint16)[0, 0, 0, 3] == 1
+    oracle.assert_same_bits(y[..., 2:], x[..., 2:])
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bool", "int64"])

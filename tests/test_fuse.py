@@ -607,6 +607,11 @@ def test_conversions_are_exact(source, target):
         # A device may take a subnormal float32 for zero.
         normal = ~nan & ((abs(wide) >= np.finfo(np.float32).smallest_normal) | (wide == 0))
         assert np.isnan(found[nan].astype(np.float32)).all()
+        if source != "float32" and target == "float32":  # and back
+            back = np.zeros(x.shape, source)
+            there = Group(of.tensors[::-1], tuple(steps), (0,), (1,))
+            Runner(there)([back], [found])
+            assert back.tobytes() == x.tobytes()
     assert found[normal].tobytes() == expected[normal].tobytes()
 
 

@@ -11,6 +11,7 @@ import os
 from collections import Counter
 from contextlib import redirect_stdout
 
+import jax
 import numpy as np
 import pytest
 from fuzz import __main__ as command
@@ -64,6 +65,127 @@ def test_inputs_do_not_depend_on_the_number_of_workers():
     chunks = [Chunk("expressions", 7, 60), Chunk("templates", 8, 60), Chunk("expressions", 9, 60)]
     one, three = (pool.run(chunks, workers=number, limit=120).labels for number in (1, 3))
     assert one == three and len(one["expressions"]) > 1
+
+
+# --- what it found ------------------------------------------------------------------------------
+
+
+def array(dtype, shape, fill="normal"):
+    return {"array": dtype, "shape": shape, "fill": fill, "form": "jax", "seed": 1}
+
+
+def call(function, how="eager", **arguments):
+    value = {"function": function, "arguments": arguments, "how": how, "x64": True}
+    return "functions", value | {"settings": {}, "device": "floor"}
+
+
+def caches(dtype, *shape):
+    return {name: array(dtype, shape) for name in ("cos_cache", "sin_cache")}
+
+
+def kernel(name, how="eager", **arguments):
+    return "kernels", {"kernel": name, "arguments": arguments, "how": how, "callback": None}
+
+
+def traced(*shape):
+    x, tables = array("float32", shape), caches("float32", *shape[:2], shape[3] // 2)
+    return call("rotary_embedding", "vmap", x=x, **tables, interleaved={"traced": 1})
+
+
+TAIL = array("bfloat16", (1, 1, 128), "bits")
+STACKED = array("bfloat16", (1000, 2), "bits")
+POSITIONS = array("int32", (1, 1)) | {"positions": 1, "at": [(0, 1)]}
+KEY = array("key", ())
+ROW = array("float32", (4,))
+TURNED = {"x": array("float32", (1, 1, 1, 2)), **caches("float32", 1, 1, 1)}
+EMPTY = {"x": array("float32", (1, 0, 1, 2)), **caches("float32", 1, 1), "position_ids": POSITIONS}
+WEAK = {"odd": "JAX array of rank 0"}
+# Of each a target and its input, as `--replay` runs them; and what is to come of it.
+FOUND = {
+    "signalling NaNs in a tail": (
+        *call("rotary_embedding", x=TAIL, **caches("bfloat16", 1, 1, 1), rotary_embedding_dim=2,
+              num_heads=1),
+        "right",
+    ),
+    "signalling NaNs in a batch": (*call("split", "vmap", x=STACKED, num_outputs=1), "right"),
+    "traced under vmap": (*traced(1, 1, 1, 2), "DTypeError"),
+    "traced under vmap, and empty": (*traced(0, 0, 0, 0), "DTypeError"),
+    "positions of a call that XLA leaves out": (*call("rotary_embedding", "jit", **EMPTY), "right"),
+    "a key": (*call("rotary_embedding", **TURNED, interleaved=KEY), "CallError"),
+    "keys": (*call("rotary_embedding", **TURNED, interleaved=array("key", (1,))), "CallError"),
+    "a boolean array": (
+        *call("rotary_embedding", **TURNED, interleaved=array("bool", ())),
+        "right",
+    ),
+    "keys as sizes": (
+        *call("split", "jit", x=array("float32", (4,)), split=array("key", (1,))),
+        "DTypeError",
+    ),
+    "a base that is no float": (
+        *call("rotary_cache", max_positions=1, rotary_dim=2, base={"odd": "huge"}),
+        "CallError",
+    ),
+    "an array as dtype": (
+        *call("rotary_cache", max_positions=1, rotary_dim=2, dtype=array("float32", (2,))),
+        "DTypeError",
+    ),
+    "what NumPy reads as Python": (
+        *call("rotary_cache", max_positions=1, rotary_dim=2, dtype="01"),
+        "DTypeError",
+    ),
+    "more rows than NumPy counts": (
+        *call("rotary_cache", max_positions=2**63, rotary_dim=2),
+        "CallError",
+    ),
+    "a dtype of the command line": (
+        "commands",
+        ["explain", "split", "--x=8,12", "--num-outputs=3", "--dtype=01"],
+        "Status 1",
+    ),
+    "text that is no number": (
+        "expressions",
+        ("tree", ("==", ("~", "0x10", False), 0)),
+        "right",
+    ),
+    "a weak array alone": (*kernel("gelu", x=WEAK), "right"),
+    "a weak array and one": (*kernel("add", "jit", a=WEAK, b=array("float32", (0,))), "right"),
+    "a weak array and a number": (*kernel("add", a=WEAK, b=1.5), "right"),
+    "a weak array of a type variable of its own": (
+        *kernel("rms_norm", x=array("float16", (1,)), weight=WEAK),
+        "right",
+    ),
+    "a number that is none": (*kernel("add", a={"odd": "nan"}, b=array("float32", ())), "right"),
+    "a key as an attribute": (*kernel("softmax", x=ROW, axis=KEY), "DTypeError"),
+    "a long double": (*kernel("softmax", x=ROW, axis={"odd": "long double"}), "DTypeError"),
+    "four bits": (*kernel("softmax", x=ROW, axis=array("int4", ()) | {"form": "numpy"}), "right"),
+    "a large negative number": (*kernel("scan", x=-(2**63)), "CallError"),
+    "outputs that are arrays": (
+        *kernel("gelu", x=ROW, outputs={"odd": "list of arrays"}),
+        "CallError",
+    ),
+    "a tunable that is no number": (
+        "kernels",
+        {"load": "add", "options": {"tunables": {"WORKGROUP_SIZE": "a"}}},
+        "CallError",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("found", FOUND)
+def test_what_was_found_once(found):
+    target, value, label = FOUND[found]
+    assert command.evaluate(repr(value)) == value
+    with jax.numpy_dtype_promotion("strict"):
+        assert targets.load(target).run(value) == label
+
+
+def test_what_takes_long_begins_first():
+    """And what is slow comes in small chunks, so that no worker ends long after the others."""
+    plan = pool.plan(targets.MODULES, 100_000, SEED)
+    guided = [targets.load(chunk.target).guided is not None for chunk in plan]
+    assert guided == sorted(guided, reverse=True)
+    largest = {chunk.target: chunk.inputs for chunk in reversed(plan)}
+    assert largest["fused"] < largest["functions"] < largest["expressions"] == 100
 
 
 # --- what the fuzzer must see -------------------------------------------------------------------

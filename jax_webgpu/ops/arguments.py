@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_webgpu.errors import CallError, DTypeError
-from jax_webgpu.ops.common import array
+from jax_webgpu.ops.common import array, is_key
 from jax_webgpu.resolve import Pairs, Tensor, checked_args, checked_attributes
 from jax_webgpu.spec import Spec
 from jax_webgpu.values import UNDEFINED, counted
@@ -61,8 +61,10 @@ def _static(spec: Spec, name: str, value: Any) -> Any:
         )
     if isinstance(value, list | tuple):
         return tuple(_static(spec, name, each) for each in value)
-    if isinstance(value, np.ndarray | jax.Array | np.generic):
-        return _static(spec, name, value.tolist())
+    if isinstance(value, np.ndarray | jax.Array | np.generic) and not is_key(value):
+        plain = value.tolist()
+        if not isinstance(plain, np.generic):  # as a long double stays
+            return _static(spec, name, plain)
     if value is not None and not isinstance(value, bool | int | float | str):
         kind = type(value).__name__
         raise DTypeError(f"{spec.name}: {name} must be a number, a string or a list, got {kind}")

@@ -27,6 +27,11 @@ def array(value: Any, name: str) -> jax.Array:
         raise DTypeError(f"{name} of dtype {value.dtype} makes no JAX array: {error}") from None
 
 
+def is_key(value: Any) -> bool:
+    """Whether a value is an array of random keys, which gives neither numbers nor an iterator."""
+    return isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+
+
 def integer(value: Any, name: str) -> int:
     """A Python int from anything that is one while tracing."""
     if isinstance(value, jax.core.Tracer):

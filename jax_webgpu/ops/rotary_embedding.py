@@ -5,6 +5,7 @@ Rotary position embedding is from Su et al., RoFormer, https://arxiv.org/abs/210
 
 import functools
 import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,7 +18,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jax_webgpu import primitive
 from jax_webgpu.capabilities import Capabilities
 from jax_webgpu.errors import CallError, DTypeError
-from jax_webgpu.ops.common import array, fit_tunables, integer, is_concrete, tunables
+from jax_webgpu.ops.common import array, fit_tunables, integer, is_concrete, is_key, tunables
 from jax_webgpu.primitive import Call, Spec
 from jax_webgpu.resolve import Pairs, Resolved, Tensor, resolve
 from jax_webgpu.runtime import Arrays, Operator
@@ -46,8 +47,9 @@ def rotary_embedding(
         y[b] = x[a] * sin[p, i] + x[b] * cos[p, i]
 
     where `a, b = i, i + r/2`, or `2*i, 2*i + 1` if interleaved. The rotation is computed in float32
-    and rounded once. Elements from `r` on are copied bit for bit; but where x is converted on the
-    way (float16 with caches of another dtype) a NaN may come out as another NaN.
+    and rounded once. Elements from `r` on are copied bit for bit, signalling NaNs too. (What XLA
+    itself converts before it comes here is out of reach: bfloat16 that is stacked, or gathered from
+    several devices, on its CPU platform.)
 
     Args:
       x: float32, float16 or bfloat16, (batch, num_heads, sequence, head_size); or (batch, sequence,
@@ -61,7 +63,7 @@ def rotary_embedding(
       position_ids: the cache row of each position, int32, uint32 or int64 of (batch, sequence).
         Every value is checked against the rows: concrete ones before anything runs. Where nothing
         can be checked, under `jax.jit` in plain JAX (see `configure`), one without a row gives
-        NaNs.
+        NaNs; and a jitted call whose result has no elements XLA may leave out, with its check.
       interleaved: False pairs the first half of a head with the second, as GPT-NeoX and Hugging
         Face's models do (Llama's too, whose weights are permuted for it); True pairs neighbours,
         as RoFormer and Meta's own Llama code do.
@@ -88,9 +90,9 @@ def rotary_embedding(
         cos, sin = cos[0], sin[0]
         batch, rows = x.shape[0], cos.shape[0]
         positions = [jnp.broadcast_to(jnp.arange(rows, dtype=np.int32), (batch, rows))]
-    operands = [x.astype(own), cos.astype(dtype), sin.astype(dtype), *positions]
+    operands = [primitive.convert(x, own), cos.astype(dtype), sin.astype(dtype), *positions]
     (y,) = _rotary.bind(operands, tuple(attributes.items()))
-    return y.astype(x.dtype)
+    return primitive.convert(y, x.dtype)
 
 
 def rotary_cache(
@@ -120,11 +122,17 @@ def rotary_cache(
     if width < 0 or width % 2:
         raise CallError(f"rotary_dim is {width}; expected an even number, 0 or more")
     _check_number(base, "base")
-    if not 0 < base < np.inf:
+    try:
+        radix = float(base)
+    except OverflowError:  # an int
+        radix = np.inf
+    if not 0 < radix < np.inf:
         raise CallError(f"base is {base}; expected a positive number")
     kind = _float_type(dtype)
     try:
-        frequencies = float(base) ** (-np.arange(0, width, 2, dtype=np.float64) / max(width, 1))
+        if max(rows, width) > sys.maxsize:  # `arange` would wrap around, and give no rows
+            raise MemoryError
+        frequencies = radix ** (-np.arange(0, width, 2, dtype=np.float64) / max(width, 1))
         angles = np.arange(rows, dtype=np.float64)[:, None] * frequencies
     except (MemoryError, ValueError):  # the latter where the size itself is beyond NumPy's
         raise CallError(
@@ -137,7 +145,9 @@ def rotary_cache(
 
 
 def _check_number(value: Any, name: str) -> None:
-    if isinstance(value, jax.core.Tracer) or not isinstance(value, int | float | np.number):
+    if isinstance(value, jax.core.Tracer) or not isinstance(
+        value, int | float | np.integer | np.floating
+    ):
         raise DTypeError(f"{name} must be a static number, got {type(value).__name__} {value!r}")
 
 
@@ -160,9 +170,9 @@ def _attributes(
     """The attributes in ONNX's form, each checked alone and against x."""
     if isinstance(interleaved, jax.core.Tracer):
         raise DTypeError("interleaved must be static, got a traced value")
-    if isinstance(interleaved, jax.Array):  # a comparison would be traced too
-        interleaved = np.asarray(interleaved)
-    if np.ndim(interleaved) or interleaved not in (0, 1):
+    if isinstance(interleaved, jax.Array) and not is_key(interleaved):
+        interleaved = np.asarray(interleaved)  # a comparison would be traced too
+    if is_key(interleaved) or np.ndim(interleaved) or interleaved not in (0, 1):
         raise CallError(f"interleaved is {interleaved!r}; expected True or False")
     width = integer(rotary_embedding_dim, "rotary_embedding_dim")
     attributes = {"interleaved": int(interleaved), "rotary_embedding_dim": width}
@@ -399,7 +409,7 @@ class Rules:
         """
         x, cos, sin, *ids = operands
         if x.dtype == jnp.bfloat16 and not _is_packed(call, x, cos):
-            x = x.astype(jnp.float32)
+            x = primitive.convert(x, "float32")
         if not ids or cos.ndim == 3 or ids[0].size >= cos.shape[0]:
             return call, [x, cos, sin, *ids]
         rows = dict(call.static).get("rows", cos.shape[0])
@@ -411,11 +421,12 @@ class Rules:
     @staticmethod
     def reference(call: Call, *operands: Any) -> Sequence[Any]:
         x, *caches = operands[:3]
-        pairs, tail = _pairs(call, x, _width(caches[0]))
-        a, b = (each.astype(jnp.float32) for each in pairs)
+        (a, b), tail = _pairs(call, primitive.convert(x, "float32"), _width(caches[0]))
         c, s = (_by_token(call, cache.astype(jnp.float32), operands[3:]) for cache in caches)
-        rotated = _unpaired(call, (a * c - b * s, a * s + b * c)).astype(x.dtype)
-        return [jnp.concatenate([rotated, tail], axis=-1).reshape(x.shape)]
+        rotated = _unpaired(call, (a * c - b * s, a * s + b * c))
+        # Joined in float32: XLA converts bfloat16 for it, and back in its own way.
+        whole = jnp.concatenate([rotated, tail], axis=-1).reshape(x.shape)
+        return [primitive.convert(whole, x.dtype)]
 
     @staticmethod
     def partition(

@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 from jax_webgpu import config, primitive
 from jax_webgpu.dtypes import TABLE
 from jax_webgpu.errors import CallError, DTypeError
-from jax_webgpu.ops.common import array, fit_tunables, integer, tunables
+from jax_webgpu.ops.common import array, fit_tunables, integer, is_key, tunables
 from jax_webgpu.primitive import Call, Spec
 from jax_webgpu.resolve import Resolved, Tensor, resolve
 from jax_webgpu.runtime import Arrays, Operator
@@ -65,7 +65,7 @@ def split(
     x = array(x, "x")
     axis = _axis(x, axis)
     sizes = _sizes(x.shape[axis], split, num_outputs)
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+    if is_key(x):
         words = _parts(jax.random.key_data(x), axis, sizes)
         return tuple(jax.random.wrap_key_data(part, impl=jax.random.key_impl(x)) for part in words)
     wide = _WIDER.get(str(x.dtype), x.dtype)
@@ -102,7 +102,7 @@ def _sizes(size: int, split: Any, num_outputs: Any) -> tuple[int, ...]:
         )
     is_scalar = isinstance(split, jax.Array | np.ndarray) and not split.ndim
     kinds = (Set, Mapping, str, bytes)
-    if is_scalar or not isinstance(split, Iterable) or isinstance(split, kinds):
+    if is_scalar or not isinstance(split, Iterable) or isinstance(split, kinds) or is_key(split):
         raise DTypeError(f"split must be a sequence of sizes, got {type(split).__name__}")
     parts = tuple(islice(split, MOST_PARTS + 1))  # it may have no end
     if len(parts) > MOST_PARTS:

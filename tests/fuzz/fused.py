@@ -349,4 +349,4 @@ def run(value: Any) -> str:
     return kinds[value["kind"]](value)
 
 
-TARGET = Target("fused", 4, inputs, run)
+TARGET = Target("fused", 4, inputs, run, chunk=25)

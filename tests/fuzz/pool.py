@@ -20,8 +20,7 @@ from fuzz.worker import Begin, Came, Chunk, Done, Failure
 
 TESTS = Path(__file__).resolve().parents[1]
 
-# So many inputs from one seed: what is drawn does not depend on how many workers there are.
-CHUNK = 100
+# As `Target.chunk`: what is drawn does not depend on how many workers there are.
 GUIDED_CHUNK = 4000
 # A worker that ran so many is replaced: it compiles something new for most.
 LIFE = 5000
@@ -61,11 +60,12 @@ def plan(names: Iterable[str], inputs: int, seed: int) -> list[Chunk]:
     chosen, chunks = [targets.load(name) for name in names], []
     for target in chosen:
         left = max(1, round(inputs * target.share / sum(each.share for each in chosen)))
-        size = GUIDED_CHUNK if target.guided else CHUNK
+        size = GUIDED_CHUNK if target.guided else target.chunk
         for number, start in enumerate(range(0, left, size)):
             drawn = random.Random(f"{seed} {target.name} {number}").getrandbits(48)
             chunks.append(Chunk(target.name, drawn, min(size, left - start)))
     random.Random(seed).shuffle(chunks)  # the slow ones do not come together
+    chunks.sort(key=lambda chunk: targets.load(chunk.target).guided is None)  # the longest first
     return chunks
 
 

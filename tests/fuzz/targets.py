@@ -28,6 +28,8 @@ class Target:
         anything else.
       guided: in place of `inputs`, what makes inputs from a seed, without end, and calls a
         function with each.
+      chunk: so many inputs are drawn from one seed, by one process; of slow ones fewer, or the
+        others would wait for the last.
     """
 
     name: str
@@ -35,6 +37,7 @@ class Target:
     inputs: Callable[[], Any]
     run: Callable[[Any], str]
     guided: Callable[[int, Callable[[Any], None]], None] | None = None
+    chunk: int = 100
 
 
 MODULES = "functions fused kernels manifests expressions templates commands files loader".split()

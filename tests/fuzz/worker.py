@@ -24,7 +24,9 @@ from fuzz.targets import Target
 # With fewer inputs than this there is nothing to be guided by.
 LEAST_GUIDED = 1000
 # Seconds that a failure may be made smaller for.
-PATIENCE = 60
+PATIENCE = 30
+# After so many inputs what JAX compiled for them is given up.
+KEPT = 100
 
 
 @dataclass(frozen=True)
@@ -163,6 +165,7 @@ def work(connection: Connection) -> None:
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     jax.config.update("jax_num_cpu_devices", 4)
     warnings.simplefilter("ignore")
+    since = 0
     while (chunk := connection.recv()) is not None:
         target = targets.load(chunk.target)
         journal = Journal(target, chunk, connection)
@@ -171,7 +174,10 @@ def work(connection: Connection) -> None:
         for attempt in range(chunk.inputs):
             if journal.left:
                 draw(journal, chunk.seed + attempt)
-        jax.clear_caches()
+        since += chunk.inputs
+        if since >= KEPT:
+            jax.clear_caches()
+            since = 0
         connection.send(Done())
 
 
