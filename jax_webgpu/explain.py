@@ -18,7 +18,7 @@ from jax_webgpu.group import Group, Linked, Operation, bytes_of
 from jax_webgpu.plan import Plan
 from jax_webgpu.primitive import Call, Registered
 from jax_webgpu.resolve import Resolved, Tensor
-from jax_webgpu.runtime import Operator
+from jax_webgpu.runtime import Operator, may_need_pieces
 
 
 def explain(f: Callable[..., Any], *args: Any, device: str | None = None, **kwargs: Any) -> "Plans":
@@ -134,12 +134,13 @@ def _cut(operator: Operator, resolved: Resolved, capabilities: Capabilities) -> 
     try:
         operator.plan(resolved, capabilities)
     except LimitError:
-        if operator.pieces is None:
+        most = capabilities.most_bound
+        if operator.pieces is None or not may_need_pieces(resolved, most):
             raise
         outputs = operator.parts(resolved) if operator.parts else [t for _, t in resolved.outputs]
         arrays = [_hollow(tensor) for _, tensor in resolved.inputs]
         targets = [_hollow(tensor) for tensor in outputs]
-        for piece, *_ in operator.pieces(resolved, arrays, targets, capabilities.most_bound):
+        for piece, *_ in operator.pieces(resolved, arrays, targets, most):
             if piece == resolved:
                 raise
             yield from _cut(operator, piece, capabilities)

@@ -4,6 +4,7 @@ Nothing here knows an operator, and nothing here may touch JAX: inside a callbac
 """
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 
 from jax_webgpu import device, dtypes, plan, program, resources, spec, wgsl
 from jax_webgpu.capabilities import Capabilities
+from jax_webgpu.dtypes import TABLE
 from jax_webgpu.errors import CallError, DeviceError, LimitError, ShaderError
 from jax_webgpu.plan import Buffer
 from jax_webgpu.resolve import Pairs, Resolved, Tensor
@@ -96,6 +98,15 @@ def compile_(planned: plan.Plan, gpu: device.Device) -> None:
             raise ShaderError(f"{who} refuses this:\n{told}") from None
 
 
+def may_need_pieces(resolved: Resolved, most: int) -> bool:
+    """Whether some array of a call may take more than so many bytes on a device.
+
+    There an element takes four times what it takes here, at most.
+    """
+    arrays = (tensor for _, tensor in (*resolved.inputs, *resolved.outputs))
+    return any(4 * math.prod(t.shape) * TABLE[t.dtype].bytes > most for t in arrays)
+
+
 @functools.cache
 def _load(manifest: Path, shaders: Path, overlay: Path | None) -> Spec:
     return spec.load(manifest, shaders, overlay, links=True)  # as installers may have made them
@@ -158,10 +169,9 @@ class Dispatcher:
         try:
             ready, linked = self._program(gpu, outputs)
         except LimitError:
-            if self.operator.pieces is None:
+            most = gpu.capabilities.most_bound
+            if self.operator.pieces is None or not may_need_pieces(self.resolved, most):
                 raise
-            limits = ("maxStorageBufferBindingSize", "maxBufferSize")
-            most = min(gpu.capabilities.limit(name) for name in limits)
             for resolved, *rest in self.operator.pieces(self.resolved, arrays, outputs, most):
                 if resolved == self.resolved:
                     raise

@@ -125,6 +125,18 @@ FOUND = {
         *call("rotary_cache", max_positions=1, rotary_dim=2, base={"odd": "huge"}),
         "CallError",
     ),
+    "a workgroup of nothing that is too large": (
+        "functions",
+        {
+            "function": "split",
+            "arguments": {"x": array("bool", (1000, 0)), "axis": 0, "split": [0, 1000]},
+            "how": "explain",
+            "x64": True,
+            "settings": {"tunables": {"WORKGROUP_SIZE": 2**31}},
+            "device": "floor",
+        },
+        "LimitError",
+    ),
     "an array as dtype": (
         *call("rotary_cache", max_positions=1, rotary_dim=2, dtype=array("float32", (2,))),
         "DTypeError",

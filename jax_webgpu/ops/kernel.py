@@ -4,7 +4,6 @@ import functools
 import inspect
 import os
 import re
-import threading
 from collections import namedtuple
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -406,20 +405,20 @@ def _packed(name: str, names: tuple[str, ...], results: Sequence[Any]) -> Any:
 
 def _named_tuple(name: str, names: tuple[str, ...]) -> Any:
     """The type of a result of several arrays: one for each name of a kernel and its outputs."""
-    with _making:  # two threads must not make two types
-        return _make_named_tuple(name, names)
+    found = _named_tuples.get((name, names))
+    if found is not None:
+        return found
+    made: Any = namedtuple(_identifier(name), names, rename=True)  # type: ignore[misc]
+    found = _named_tuples.setdefault((name, names), made)
+    if found is made:  # of two threads the first
+        # Or `jax.export` could not write down a function that returns one.
+        jax.export.register_namedtuple_serialization(
+            made, serialized_name=f"jax_webgpu.{name}({', '.join(names)})"
+        )
+    return found
 
 
-_making = threading.Lock()
-
-
-@functools.cache
-def _make_named_tuple(name: str, names: tuple[str, ...]) -> Any:
-    """Registered, or `jax.export` could not write down a function that returns one."""
-    return jax.export.register_namedtuple_serialization(
-        namedtuple(_identifier(name), names, rename=True),
-        serialized_name=f"jax_webgpu.{name}({', '.join(names)})",
-    )
+_named_tuples: dict[tuple[str, tuple[str, ...]], Any] = {}
 
 
 def _identifier(name: str) -> str:
