@@ -11,10 +11,10 @@ import threading
 import time
 import traceback
 import warnings
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, cycle, islice
+from itertools import accumulate, chain, cycle, islice
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -640,15 +640,10 @@ class Device:
     ) -> None:
         kept = self._keep(program)
         memories = self._acquire(program, held)
-        self._upload(_sources(program, memories, inputs), held)
+        self._upload(program, memories, inputs, held)
         commands = self._driver.commands(program.label)
         self._encode(commands, kept, memories)
-        wanted = [
-            _Copy(memories[place.buffer], _bytes(data), place.offset)
-            for place, data in zip(program.outputs, outputs, strict=True)
-            if data.size
-        ]
-        landings, rest = self._stage_first(commands, wanted, held)
+        landings, rest = self._stage_first(commands, program, memories, outputs, held)
         self._submit(commands)
         for memory in memories:
             if memory.usage == self._upload_usage:
@@ -686,21 +681,27 @@ class Device:
 
     # ---- host to device
 
-    def _upload(self, copies: Sequence[_Copy], held: list[_Memory]) -> None:
-        by_memory = defaultdict[int, list[_Copy]](list)
-        for copy in copies:
-            by_memory[id(copy.memory)].append(copy)
-        for own in by_memory.values():
-            memory = own[0].memory
-            if memory.usage == self._upload_usage:
-                _fill(memory, own)
-            elif (size := own[-1].start + own[-1].data.nbytes) <= _WRITE_BYTES:
-                whole = np.zeros(size, np.uint8)
-                for copy in own:
-                    whole[copy.start : copy.start + copy.data.nbytes] = copy.data.reshape(-1)
+    def _upload(
+        self,
+        program: Program,
+        memories: Sequence[_Memory],
+        inputs: Sequence[np.ndarray],
+        held: list[_Memory],
+    ) -> None:
+        for buffer, own in program.homes:
+            memory, size = memories[buffer], program.sizes[buffer]
+            if size <= _WRITE_BYTES:
+                whole = np.zeros(_aligned(size, 4), np.uint8)
+                for number, start in own:
+                    data = inputs[number]
+                    whole[start : start + data.nbytes] = _bytes(data).reshape(-1)
                 self._driver.send(memory.buffer, whole)
+                continue
+            copies = [c for n, start in own for c in _whole_words(memory, inputs[n], start)]
+            if memory.usage == self._upload_usage:
+                _fill(memory, copies)
             else:
-                self._upload_in_pieces(own, held)
+                self._upload_in_pieces(copies, held)
 
     def _upload_in_pieces(self, copies: Sequence[_Copy], held: list[_Memory]) -> None:
         """The device copies one piece while the host fills the next."""
@@ -775,15 +776,21 @@ class Device:
     # ---- device to host
 
     def _stage_first(
-        self, commands: Commands, wanted: Sequence[_Copy], held: list[_Memory]
+        self,
+        commands: Commands,
+        program: Program,
+        memories: Sequence[_Memory],
+        outputs: Sequence[np.ndarray],
+        held: list[_Memory],
     ) -> "tuple[deque[_Landing], Iterator[Sequence[_Copy]]]":
         """What can be mapped after the next submission, and the copies that wait for their turn."""
+        by_memory = (
+            [_Copy(memories[b], _bytes(outputs[n]), start) for n, start in own if outputs[n].size]
+            for b, own in program.ends
+        )
         if self._unified:
-            by_memory = defaultdict[int, list[_Copy]](list)
-            for copy in wanted:
-                by_memory[id(copy.memory)].append(copy)
-            return deque(_Landing(own[0].memory, own) for own in by_memory.values()), iter(())
-        batches = _batches(wanted)
+            return deque(_Landing(own[0].memory, own) for own in by_memory if own), iter(())
+        batches = _batches(list(chain.from_iterable(by_memory)))
         first = deque(self._stage(commands, each, held) for each in islice(batches, _PIECES))
         return first, batches
 
@@ -861,7 +868,7 @@ class Device:
                 groups = []
                 for _ in range(sets):
                     memories = [self._take(size, self._inner, held) for size in program.sizes]
-                    self._upload(_sources(program, memories, inputs), held)
+                    self._upload(program, memories, inputs, held)
                     groups.append([self._bind_group(each, memories) for each in launches])
                 times = list[float]()
                 warmed, start = False, time.perf_counter()
@@ -1010,25 +1017,19 @@ def _bytes(array: np.ndarray) -> np.ndarray:
     return (array.reshape(-1) if array.flags.c_contiguous else array).view(np.uint8)
 
 
-def _sources(
-    program: Program, memories: Sequence[_Memory], arrays: Sequence[np.ndarray]
-) -> list[_Copy]:
+def _whole_words(memory: _Memory, array: np.ndarray, start: int) -> list[_Copy]:
     """Copies of whole words, as WebGPU wants them: the last bytes go alone, padded with zeros."""
-    copies = []
-    for place, array in zip(program.inputs, arrays, strict=True):
-        memory, flat = memories[place.buffer], _bytes(array)
-        if flat.ndim == 2:
-            if flat.nbytes % 8 == 0 and flat.shape[1] <= _PIECE_BYTES:
-                copies.append(_Copy(memory, flat, place.offset))
-                continue
-            flat = flat.reshape(-1)
-        whole = flat.size // 8 * 8
-        if whole:
-            copies.append(_Copy(memory, flat[:whole], place.offset))
-        if whole < flat.size:
-            tail = np.zeros(_aligned(flat.size - whole, 4), np.uint8)
-            tail[: flat.size - whole] = flat[whole:]
-            copies.append(_Copy(memory, tail, place.offset + whole))
+    flat = _bytes(array)
+    if flat.ndim == 2:
+        if flat.nbytes % 8 == 0 and flat.shape[1] <= _PIECE_BYTES:
+            return [_Copy(memory, flat, start)]
+        flat = flat.reshape(-1)
+    whole = flat.size // 8 * 8
+    copies = [_Copy(memory, flat[:whole], start)] if whole else []
+    if whole < flat.size:
+        tail = np.zeros(_aligned(flat.size - whole, 4), np.uint8)
+        tail[: flat.size - whole] = flat[whole:]
+        copies.append(_Copy(memory, tail, start + whole))
     return copies
 
 

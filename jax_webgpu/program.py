@@ -8,7 +8,7 @@ buffer. Like a plan it needs no device to make.
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate
 
 from jax_webgpu.generate import Kernel
@@ -70,6 +70,26 @@ class Program:
     sizes: tuple[int, ...]
     inputs: tuple[Place, ...]
     outputs: tuple[Place, ...]
+
+    @cached_property
+    def homes(self) -> "Homes":
+        """The buffers of `inputs`, each with the numbers and offsets of those in it."""
+        return _by_buffer(self.inputs)
+
+    @cached_property
+    def ends(self) -> "Homes":
+        """The buffers of `outputs`, likewise."""
+        return _by_buffer(self.outputs)
+
+
+Homes = tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
+
+
+def _by_buffer(places: Sequence[Place]) -> Homes:
+    found = defaultdict[int, list[tuple[int, int]]](list)
+    for number, place in enumerate(places):
+        found[place.buffer].append((number, place.offset))
+    return tuple((buffer, tuple(own)) for buffer, own in found.items())
 
 
 def link(
