@@ -1,7 +1,6 @@
 """What every test shares: strict dtypes, the adapter in the report, and eager against jitted."""
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -125,16 +124,7 @@ def _record(promise, report):
     """Writes what `promises.update` reads."""
     if promise not in promises.PROMISES:
         raise pytest.UsageError(f"{report.nodeid} holds an unknown promise: {promise}")
-    if path := os.environ.get("JAX_WEBGPU_RECORD"):
-        line = {
-            "promise": promise,
-            "test": report.nodeid,
-            "outcome": report.outcome,
-            "figures": dict(report.user_properties),
-            "run": promises.where(),
-        }
-        with open(path, "a") as file:
-            file.write(json.dumps(line) + "\n")
+    promises.record(promise, report.nodeid, report.outcome, dict(report.user_properties))
 
 
 def pytest_report_header():

@@ -2,8 +2,8 @@
 
 A test says which promise it holds by `@pytest.mark.promise("leaving")`, and what it went through by
 pytest's `record_property("calls", 240)`. Where JAX_WEBGPU_RECORD names a file, `conftest.py` writes
-a line there for each such test, and with which adapter and when. `./dev reliability` runs them in
-the long form. This module then adds what the lines say to `docs/reliability.json`, in place of what
+a line there for each such test, and with which adapter and when; `./dev fuzz` writes one for its
+run. `./dev reliability` runs the tests in the long form. This module then adds what the lines say to `docs/reliability.json`, in place of what
 an earlier run with the same adapter said of the same promise, and makes the table of
 `docs/reliability.md` of that file. The lines may come from another machine:
 
@@ -138,6 +138,15 @@ def merged(runs, lines):
             run = max((line["run"] for line in recorded), key=lambda run: run["date"])
             own[adapter] = summed(recorded) | {key: run[key] for key in ("date", "times", "with")}
     return {name: own for name, own in new.items() if own}
+
+
+def record(promise, test, outcome, figures, **about):
+    """Writes a line of what a test went through, if there is to be a record."""
+    path = os.environ.get("JAX_WEBGPU_RECORD")
+    if path:
+        line = {"promise": promise, "test": test, "outcome": outcome, "figures": figures}
+        with open(path, "a") as file:
+            file.write(json.dumps(line | {"run": where() | about}) + "\n")
 
 
 @functools.cache

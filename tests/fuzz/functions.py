@@ -255,10 +255,16 @@ def _mapped(
 ) -> list[Any]:
     """The results of a call for a batch of two that are the same, over the arguments named."""
     own = {name: moving[name] for name in names}
-    # Broadcast and not stacked, since for that XLA converts bfloat16.
+    # Broadcast and not stacked, and taken apart by NumPy: XLA's own way converts narrow floats.
     both = {name: jnp.broadcast_to(each, (2, *each.shape)) for name, each in own.items()}
     found = jax.vmap(lambda mapped: call({**moving, **mapped}))(both)
-    return [jax.tree.map(lambda each, at=at: each[at], found) for at in range(2)]
+    return [jax.tree.map(lambda each, at=at: _at(each, at), found) for at in range(2)]
+
+
+def _at(batch: jax.Array, at: int) -> jax.Array:
+    if jnp.issubdtype(batch.dtype, jax.dtypes.extended):
+        return batch[at]
+    return jnp.asarray(np.asarray(batch)[at])
 
 
 def _is_device_s(error: Exception) -> bool:

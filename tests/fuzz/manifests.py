@@ -284,8 +284,10 @@ def _run_made(made: dict[str, Any], wanted: Any) -> str:
         for at, tree in enumerate(made["values"]):
             javascript.SCOPE[f"v{at}"] = javascript.evaluate(tree)
         added: Any = javascript.evaluate(made["tree"])
-    except (javascript.Refused, javascript.Unsure):
+    except javascript.Refused:
         added = None
+    except javascript.Unsure:  # of a number that floats do not hold
+        return RIGHT
     finally:
         javascript.SCOPE.clear()
         javascript.SCOPE.update(names)

@@ -217,7 +217,8 @@ def _check_rotation(
             if x.dtype != np.float32:
                 bound = bound + ulp(true, x.dtype)
             small = np.minimum.reduce([*map(abs, np.broadcast_arrays(a, b, c, s))]) < tiny
-            bound = bound + np.where(small, tiny * (4 * largest + 4), 2.0**-126)
+            # Of two products and their sum each may be a subnormal number.
+            bound = bound + np.where(small, tiny * (4 * largest + 4), 3 * 2.0**-126)
             top = float(jnp.finfo(x.dtype).max) * 0.99
             sure = np.isfinite(largest) & (size < min(top, 1e38))
             wrong = sure & ~(abs(found[part].astype(np.float64) - true) <= bound)
@@ -237,7 +238,7 @@ def rotary_cache(arguments: Mapping[str, Any], judge: Judge) -> Callable[[Any], 
     judge.known(arguments, "max_positions rotary_dim", "base dtype")
     rows, width = (judge.integer(arguments[name]) for name in ("max_positions", "rotary_dim"))
     judge.need(rows >= 0 and width >= 0 and width % 2 == 0)
-    judge.need(rows * width < 2**40)  # what no machine has room for
+    judge.need(rows * max(width, 1) < 2**40)  # what no machine has room for
     base = arguments.get("base", 10000.0)
     judge.need(isinstance(base, int | float | np.number))
     judge.doubtful |= type(base) not in (int, float)
