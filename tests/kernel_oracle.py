@@ -23,9 +23,10 @@ def gelu(x, approximate="none"):
         gate = 1 / (1 + np.exp(-2 * np.sqrt(2 / np.pi) * (exact + 0.044715 * exact**3)))
     else:
         gate = np.reshape([math.erfc(-z / math.sqrt(2)) / 2 for z in exact.flat], x.shape)
-    # What is rounded in the exponential's argument, which grows like x^2 or, with tanh, x^3.
+    # What is rounded in the exponential's argument, which grows like x^2 or, with tanh, x^3. The
+    # gate has no fewer digits than float32's least normal number.
     relative = 1e-6 + 2e-7 * exact**2 * (1 + np.abs(exact) / 10)
-    return exact * gate, relative * np.abs(exact * gate)
+    return exact * gate, relative * np.abs(exact * gate) + 2.0**-126 * np.abs(exact)
 
 
 def rms_norm(x, weight, axis=-1, epsilon=1e-5):

@@ -1,11 +1,12 @@
 """What is promised to whoever runs this inside a training job, and the table of what held.
 
 A test says which promise it holds by `@pytest.mark.promise("leaving")`, and what it went through by
-pytest's `record_property("calls", 240)`. Where JAX_WEBGPU_RECORD names a file, `conftest.py` writes
-a line there for each such test, and with which adapter and when; `./dev fuzz` writes one for its
-run. `./dev reliability` runs the tests in the long form. This module then adds what the lines say to `docs/reliability.json`, in place of what
-an earlier run with the same adapter said of the same promise, and makes the table of
-`docs/reliability.md` of that file. The lines may come from another machine:
+pytest's `record_property("calls", 240)`. Where JAX_WEBGPU_RECORD names a file, a line is written
+there for each such test, and for a run of `./dev fuzz`, with which adapter and when.
+`./dev reliability` runs the tests in the long form. This module then adds what the lines say to
+`docs/reliability.json`, in place of what an earlier run with the same adapter said of the same
+promise, and makes the table of `docs/reliability.md` of that file. The lines may come from another
+machine:
 
     JAX_WEBGPU_RECORD=run.jsonl JAX_WEBGPU_STRESS=10 python -m pytest -n auto -m promise  # there
     python tests/promises.py run.jsonl  # here

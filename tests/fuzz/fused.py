@@ -277,6 +277,8 @@ def _fuse(value: dict[str, Any]) -> str:
     try:
         found = f(jnp.ones((2, 4)))
     except Exception as error:  # as under `jax.jit`, and in its words
+        if "f" in value["given"] and isinstance(error, TypeError):  # of what is no such function
+            return "TypeError"
         return documented(error, (DTypeError, TypeError, ValueError))
     if np.asarray(found).shape != (2, 2):
         raise Wrong(f"{found}")

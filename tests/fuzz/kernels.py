@@ -239,6 +239,8 @@ def _outputs(value: Any, judge: Judge) -> None:
 
 def _integer(value: Any, judge: Judge) -> int:
     judge.need(not is_key(value))
+    if isinstance(value, np.generic) and isinstance(value.item(), float):
+        value = value.item()  # of bfloat16 too
     if isinstance(value, bool | np.bool_ | float | np.floating) and float(value).is_integer():
         judge.doubtful = True
         return int(value)
