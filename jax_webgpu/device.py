@@ -444,8 +444,8 @@ class _Pool:
             victim.destroy()
 
     def rounded(self, size: int) -> int:
-        """The size class: at most a quarter larger, so that similar shapes share memory."""
-        step = max(256, 1 << max(0, size.bit_length() - 3))
+        """The size class: at most a sixteenth larger, so that similar shapes share memory."""
+        step = max(256, 1 << max(0, size.bit_length() - 5))
         return max(size, min(-(-size // step) * step, self.largest // 4 * 4))
 
     def clear(self) -> None:
