@@ -13,7 +13,6 @@ import numpy as np
 
 from jax_webgpu import device, dtypes, plan, program, resources, spec, wgsl
 from jax_webgpu.capabilities import Capabilities
-from jax_webgpu.dtypes import TABLE
 from jax_webgpu.errors import CallError, DeviceError, LimitError, ShaderError
 from jax_webgpu.plan import Buffer
 from jax_webgpu.resolve import Pairs, Resolved, Tensor
@@ -104,7 +103,7 @@ def may_need_pieces(resolved: Resolved, most: int) -> bool:
     There an element takes four times what it takes here, at most.
     """
     arrays = (tensor for _, tensor in (*resolved.inputs, *resolved.outputs))
-    return any(4 * math.prod(t.shape) * TABLE[t.dtype].bytes > most for t in arrays)
+    return any(4 * math.prod(t.shape) * dtypes.TABLE[t.dtype].bytes > most for t in arrays)
 
 
 @functools.cache
